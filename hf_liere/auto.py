@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
@@ -70,12 +71,11 @@ def register() -> None:
     Register our models with the Auto classes and pipelines; repeated calls are safe. `models/saved_code.py` copies
     their code beside the weights, so that a checkpoint also loads without this package.
     """
-    own = {config_class.model_type for config_class in MODELS}
     for config_class, models in MODELS.items():
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():
             auto_class.register(config_class, model_class, exist_ok=True)
-    for family in [name for name in CONFIG_MAPPING if name not in own and not name.startswith(TYPE_PREFIX)]:
+    for family in model_types():
         model_type = f"{TYPE_PREFIX}{family}"
         if model_type not in CONFIG_MAPPING:
             attributes = {"family": family, "model_type": model_type, "__module__": __name__}
@@ -156,6 +156,36 @@ def load_checkpoint(
     require_loaded_keys(keys, checkpoint, () if is_ours else ("pooler.",))
     require_finite_parameters(model, checkpoint)
     return model.eval(), _processor(checkpoint, model, options)
+
+
+def build_without_weights(
+    checkpoint: str | os.PathLike, revision: str | None = None, trust_remote_code: bool = False
+) -> transformers.PreTrainedModel:
+    """
+    The model of a configuration on the meta device: only the configuration is read.
+
+    Args:
+        checkpoint: Directory, repository on the Hub, or a `model_type` of transformers for its default configuration.
+        revision, trust_remote_code: See [`load_checkpoint`].
+
+    Raises:
+        CheckpointError, HubError: as [`load_checkpoint`].
+    """
+    is_type = str(checkpoint) in CONFIG_MAPPING and not Path(checkpoint).exists()
+    options = {} if is_type else {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
+    with translate_loading_errors(checkpoint), torch.device("meta"):
+        config = CONFIG_MAPPING[str(checkpoint)]() if is_type else AutoConfig.from_pretrained(checkpoint, **options)
+        (architecture,) = getattr(config, "architectures", None) or [None]
+        loader, _ = _loader(architecture)
+        if loader is AutoModel:
+            return AutoModel.from_config(config, trust_remote_code=trust_remote_code).eval()
+        return loader._from_config(config).eval()
+
+
+def model_types() -> list[str]:
+    """The model types of transformers itself."""
+    own = {config_class.model_type for config_class in MODELS}
+    return [name for name in CONFIG_MAPPING if name not in own and not name.startswith(TYPE_PREFIX)]
 
 
 def load_peft(

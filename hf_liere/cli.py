@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
     command.add_argument("--version", action="version", version=version)
     subcommands = command.add_subparsers(dest="command", required=True)
-    for add_arguments in (_add_convert, _add_upgrade, _add_export, _add_inspect, _add_predict, _add_push):
+    for add_arguments in (_add_convert, _add_upgrade, _add_export, _add_inspect, _add_predict, _add_push, _add_rope):
         add_arguments(subcommands)
     add = _add_command(
         subcommands,
@@ -246,6 +246,24 @@ def _add_push(subcommands: Subcommands) -> None:
     add("--no_reload", action="store_true", help="do not download and load what was published")
 
 
+def _add_rope(subcommands: Subcommands) -> None:
+    add = _add_command(
+        subcommands,
+        run_rope,
+        "say what a model rotates and what is wrong with it; test vectors for other engines",
+        "Describe the rotary position embedding of models from their configurations alone, and its errors on this "
+        "machine; write test vectors; or name the fault in what another engine computed.",
+    )
+    add("models", nargs="*", metavar="MODEL", help="directory, repository on the Hub, or model type such as llama")
+    add("--vectors", metavar="FOLDER", help="write the test vectors of each model to a file in a new folder")
+    add("--all", action="store_true", dest="every", help="of all model types of transformers")
+    checked = "results of another engine for test vectors; MODEL may then be the file of these"
+    add("--check", dest="check_path", metavar="FILE", help=checked)
+    add("--weights", action="store_true", help="load the model with its weights and examine it as it is")
+    add("--revision", help="branch, tag or commit of the repository")
+    add("--trust_remote_code", **TRUST)
+
+
 def run_convert(checkpoint: str | None, output: str | None, lists: bool, **options: Any) -> str:
     if lists:
         from .conversion.known import list_repositories
@@ -309,6 +327,17 @@ def run_predict(checkpoint: str, files: list[str], as_json: bool, **options: Any
     for remark in predictions.remarks:
         print(f"hf-liere predict: {remark}", file=sys.stderr)
     return predictions.json() if as_json else "\n".join(map(str, predictions.files))
+
+
+def run_rope(models: list[str], **options: Any) -> str:
+    from .errors import InputError
+    from .rope_check.command import run
+
+    text, is_right = run(models, **options)
+    if is_right:
+        return text
+    print(text)
+    raise InputError("the rotations differ from what is right.")
 
 
 def run_push(

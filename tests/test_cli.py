@@ -96,7 +96,7 @@ print(status, heavy, file=sys.stderr)
         (["inspect", "model", "--ouptut", "page"], 2),
         *(
             ([command, "--help"], 0)
-            for command in "card convert env export inspect predict pull push upgrade verify".split()
+            for command in "card convert env export inspect predict pull push rope upgrade verify".split()
         ),
     ],
 )

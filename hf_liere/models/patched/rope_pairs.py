@@ -141,7 +141,7 @@ def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool)
             f"layer does; name layer {source}, and leave out {reading}."
         )
     layers = [layer for layer in layers if layer not in reading]
-    unrotated = [layer for layer in layers if not _rotates(Probe.of(tower, layer))]
+    unrotated = [layer for layer in layers if not rotates(Probe.of(tower, layer))]
     if unrotated and (are_named or len(unrotated) == len(layers)):
         names = ", ".join(tower.attentions[layer][0] for layer in unrotated)
         raise ValueError(f"layers={unrotated}: the model does not rotate in {names}; accepted: layers that it rotates.")
@@ -149,7 +149,13 @@ def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool)
 
 
 @torch.no_grad()
-def _rotates(probe: Probe) -> bool:
+def rotates(probe: Probe) -> bool:
+    """
+    Whether an attention module rotates queries by the cos and sin that it takes.
+
+    Raises:
+        ValueError: if it rotates these and not its keys, or not with all planes, or cannot be called to see it.
+    """
     if not probe.inner_rope and (_reads_nothing(probe) or _gets_nothing(probe)):
         return False
     label = f"{probe.name} ({type(probe.attention).__name__})"

@@ -1,0 +1,262 @@
+"""The command `hf-liere rope`: what models rotate, test vectors of these rotations, and the check of other engines."""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..auto import build_without_weights, load_checkpoint, model_types
+from ..errors import InputError, memory_shortage
+from ..storage.targets import new_directory
+from .diagnosis import Diagnosis
+from .faults import FIXES
+from .measurement import Measurement, find_cache_faults, find_positions_of, measure
+from .reading import FoundRotation, UnreadableError, find_rotations
+from .rotation import Rotation
+from .vectors import FORMAT, Vectors, VectorsError, check_file, read_tensors, read_vectors, write_vectors
+
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 32
+
+
+def describe_models(models: Sequence[str], with_weights: bool = False, **options: Any) -> str:
+    """What every model rotates, and what is wrong with it on this machine."""
+    return "\n\n".join(_describe_model(name, with_weights, **options) for name in models)
+
+
+def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
+    model = (
+        load_checkpoint(name, dtype="auto", **options)[0] if with_weights else build_without_weights(name, **options)
+    )
+    found, refused = _split(find_rotations(model))
+    if not found and not refused:
+        raise InputError(
+            f"{name} ({type(model).__name__}) has no module with frequencies (inv_freq): accepted are models of "
+            "transformers that rotate queries and keys."
+        )
+    others = {part.rotation.name: part.rotation for part in found}
+    lines = [f"{name} ({type(model).__name__})", *(describe(part, measure(part, others)) for part in found)]
+    lines += [f"not described: {reason}" for reason in refused]
+    lines += [f"ALARM: {alarm}" for alarm in (find_cache_faults(model) if with_weights else ())]
+    return "\n".join(lines)
+
+
+def _split(found: Iterable[FoundRotation | UnreadableError]) -> tuple[list[FoundRotation], list[str]]:
+    """The rotations, and the reasons for others, where layers differ in nothing but their number only once."""
+    parts: list[FoundRotation] = []
+    reasons: dict[str, str] = {}
+    for part in found:
+        if isinstance(part, FoundRotation):
+            parts.append(part)
+        else:
+            reasons.setdefault(re.sub(r"\d+", "", str(part)), str(part))
+    return parts, list(reasons.values())
+
+
+def describe(found: FoundRotation, measurement: Measurement) -> str:
+    """The lines on one rotation."""
+    rotation, lines = found.rotation, [f"{found.rotation.name} ({type(found.rope).__name__})"]
+    lines += [f"  {title:<12}{text}" for title, text in _describe_rotation(found)]
+    spectra = _draw_spectrum(rotation)
+    lines += [f"  {'period' if not number else '':<12}{text}" for number, text in enumerate(spectra)]
+    loaded = measurement.loaded
+    states = "float32" if loaded.allowed <= 1e-3 + 1e-6 else f"float32 rounds up to {loaded.allowed - 1e-3:.1g}"
+    lines.append(f"  {'error':<12}{loaded.error:.1e} rad at {_show_position(loaded)} ({states})")
+    lines.append("              " + ", ".join(f"{error:.0e} up to {bound:g}" for bound, error in loaded.by_position))
+    lines += [f"  {'note':<12}{remark}" for remark in found.remarks]
+    if found.differs:
+        lines.append(f"  {'ALARM':<12}frequencies or attention factor are not those that the configuration asks for")
+    lines += [f"  {'ALARM':<12}{text}" for text in _describe_causes(loaded)]
+    lines += [f"  {'ALARM':<12}{alarm}" for alarm in measurement.alarms]
+    for name, diagnosis in measurement.conversions.items():
+        if not diagnosis.is_right:
+            lines.append(f"  {'hazard':<12}{name}: {'; '.join(_describe_causes(diagnosis, fixes=False))}")
+    if measurement.is_right and not found.differs:
+        lines.append(f"  {'right':<12}as it is, at two sizes and with a cache")
+    return "\n".join(lines)
+
+
+def _describe_rotation(found: FoundRotation) -> list[tuple[str, str]]:
+    rotation = found.rotation
+    counts = {state: sum(value is state for value in found.layers.values()) for state in (True, False, None)}
+    layers = f"{counts[True]} rotate"
+    if counts[False]:
+        still = [name for name, rotates in found.layers.items() if rotates is False]
+        layers += f"; {counts[False]} do not: {', '.join(still[:4])}{', …' if len(still) > 4 else ''}"
+    if counts[None]:
+        layers += f"; {counts[None]} could not be called alone"
+    described = [("layers", layers)]
+    if rotation.pairs is not None:
+        shown = ", ".join(map(str, rotation.pairs[:2]))
+        style = {"halves": "halves", "adjacent": "adjacent pairs"}.get(rotation.style or "", "pairs")
+        described.append(("channels", f"{2 * rotation.num_planes} of {rotation.head_dim} rotate, {style} {shown}, …"))
+    if rotation.num_axes > 1:
+        described.append(("axes", f"{rotation.num_axes}, by plane {_describe_runs(rotation.axes)}"))
+    if rotation.law is not None:
+        law = dict(rotation.law)
+        fields = ", ".join(f"{key} {_show(law[key])}" for key in sorted(law) if key not in ("rope_type", "count"))
+        described.append(("frequencies", f"{len(set(rotation.frequency_of_plane))}, {law['rope_type']}, {fields}"))
+    if rotation.factor != 1:
+        described.append(("factor", f"cos and sin times {rotation.factor:.6g}"))
+    return described
+
+
+def _show(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+def _describe_runs(axes: Sequence[int]) -> str:
+    """Runs of equal numbers, such as 16×0 24×1 24×2; the beginning where numbers alternate."""
+    starts = [i for i in range(len(axes)) if i == 0 or axes[i] != axes[i - 1]]
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], len(axes)])]
+    if len(starts) > 6:
+        return " ".join(map(str, axes[:12])) + (" …" if len(axes) > 12 else "")
+    return " ".join(f"{length}×{axes[start]}" for start, length in zip(starts, lengths))
+
+
+def _draw_spectrum(rotation: Rotation) -> list[str]:
+    """One line for each axis: by plane, how fast it turns, the highest bar for the fastest of the model."""
+    rates = rotation.frequencies  # (planes,)
+    turning = rates[rates > 0]
+    if not len(turning):
+        return ["no plane turns"]
+    low, high = math.log(float(turning.min())), math.log(float(turning.max()))
+    lines = []
+    for axis in sorted(set(rotation.axes)):
+        own = [float(rate) for rate, other in zip(rates, rotation.axes) if other == axis]
+        step = max(1, math.ceil(len(own) / WIDTH))
+        levels = [(math.log(rate) - low) / max(high - low, 1e-9) if rate > 0 else -1.0 for rate in own[::step]]
+        bars = "".join(" " if level < 0 else BARS[round(level * (len(BARS) - 1))] for level in levels)
+        used = [rate for rate in own if rate > 0]
+        if used:
+            longest, shortest = 2 * math.pi / min(used), 2 * math.pi / max(used)
+            label = f"axis {axis} " if rotation.num_axes > 1 else ""
+            lines.append(f"{label}{bars} {shortest:.3g} … {longest:.3g} positions")
+    return lines
+
+
+def _show_position(diagnosis: Diagnosis) -> str:
+    numbers = [f"{number:g}" for number in diagnosis.position]
+    return f"position {numbers[0] if len(numbers) == 1 else '(' + ', '.join(numbers) + ')'}"
+
+
+def _describe_causes(diagnosis: Diagnosis, fixes: bool = True) -> list[str]:
+    """What is wrong, one line for each possible cause; empty if nothing is."""
+    if diagnosis.is_right:
+        return []
+    size = (
+        ""
+        if math.isinf(diagnosis.error) or not diagnosis.position
+        else f" ({diagnosis.error:.2g} rad at {_show_position(diagnosis)})"
+    )
+    lines = []
+    for faults in diagnosis.causes:
+        fix = " ".join(dict.fromkeys(FIXES[fault.kind] for fault in faults))
+        lines.append(" and ".join(fault.name for fault in faults) + size + (f". {fix}" if fixes else ""))
+    return lines or ["; ".join([*diagnosis.remarks, f"no fault that is known here explains it{size}"])]
+
+
+def make_vectors(model: nn.Module) -> tuple[list[Vectors], list[str]]:
+    """The test vectors of a model, and why others cannot be written."""
+    found, refused = _split(find_rotations(model))
+    chosen = (find_positions_of(part) if part.reads_pixels else None for part in found)
+    return [Vectors.make(part.rotation, positions) for part, positions in zip(found, chosen)], refused
+
+
+def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool = False, **options: Any) -> str:
+    """
+    Write the test vectors of models, one file for each.
+
+    Args:
+        every: Whether to write those of all model types of transformers, in their default configurations.
+
+    Raises:
+        InputError: if a named model rotates nothing that can be described.
+    """
+    lines: list[str] = []
+    with new_directory(folder) as partial:
+        for name in model_types() if every else models:
+            try:
+                vectors, refused = make_vectors(build_without_weights(name, **options))
+            except Exception as error:
+                # Many default configurations are incomplete, each in another way.
+                if not every or memory_shortage(error):
+                    raise
+                continue
+            if not vectors:
+                if not every:
+                    reason = "; ".join(refused) or "it has no module with frequencies (inv_freq)"
+                    raise InputError(f"{name} has no rotation that can be written: {reason}")
+                continue
+            file = partial / f"{Path(name).name if Path(name).exists() else name.replace('/', '--')}.safetensors"
+            write_vectors(file, name, vectors)
+            lines.append(f"{Path(folder) / file.name}: {', '.join(part.rotation.name for part in vectors)}")
+    return "\n".join(lines)
+
+
+def check(path: str, model: str | None = None, **options: Any) -> tuple[str, bool]:
+    """
+    Compare the results of an engine with what is right.
+
+    Args:
+        path: The engine's file.
+        model: A file of test vectors, or a model; `None` if the engine's file contains the metadata of the vectors.
+
+    Returns:
+        The lines to print, and whether everything is right.
+    """
+    if model is None:
+        _, metadata = read_tensors(path)
+        if metadata.get("format") != FORMAT:
+            raise VectorsError(
+                f"{path} does not contain the metadata of test vectors: keep them, or name the model, or the file of "
+                "its test vectors, before --check."
+            )
+    if model is None or Path(model).suffix == ".safetensors":
+        vectors = read_vectors(path if model is None else model)
+    else:
+        vectors, _ = make_vectors(build_without_weights(model, **options))
+    lines, results = [], check_file(path, vectors)
+    for result in results:
+        state = "right" if result.is_right else "WRONG"
+        lines.append(f"{result.name}: {state} ({', '.join(result.compared)})")
+        if result.is_right:
+            lines.append(f"  largest error {result.error:.1e} rad at {_show_position(result)}")
+        lines += [f"  {text}" for text in _describe_causes(result)]
+        lines += [f"  note: {remark}" for remark in result.remarks if result.is_right or result.causes]
+    return "\n".join(lines), all(result.is_right for result in results)
+
+
+def run(
+    models: Sequence[str],
+    check_path: str | None = None,
+    vectors: str | None = None,
+    every: bool = False,
+    weights: bool = False,
+    **options: Any,
+) -> tuple[str, bool]:
+    """
+    One call of the command.
+
+    Returns:
+        The lines to print, and whether what was checked is right.
+
+    Raises:
+        InputError: if the arguments do not go together, or a model rotates nothing that can be described.
+    """
+    if check_path is not None:
+        if len(models) > 1 or vectors or every:
+            raise InputError("--check takes at most one model, and neither --vectors nor --all.")
+        return check(check_path, models[0] if models else None, **options)
+    if every and (models or not vectors):
+        raise InputError("--all needs --vectors, and no model.")
+    if not models and not every:
+        raise InputError("accepted are models, --check FILE, or --all with --vectors FOLDER.")
+    if vectors:
+        return write_models(models, vectors, every, **options), True
+    return describe_models(models, weights, **options), True

@@ -1,0 +1,250 @@
+"""What is wrong with computed rotations: errors against float64, and the fault that explains them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .faults import FIXES, Fault, find_faults
+from .rotation import Rotation, compute_law
+
+
+# An error of an angle that matters, in radians, where float32 does not round by more.
+ALARM = 1e-3
+# Angles in float32 have a relative error of 2⁻²⁴ from the frequency, and as much from its product with the position.
+FLOAT32_ANGLE = 2.0**-23
+# The share of values that a fault has to explain; values near the middle of two numbers may round either way.
+EXPLAINED = 0.98
+TENSORS = ("cos", "sin", "rotated_query", "rotated_key")
+
+
+@dataclass
+class Diagnosis:
+    """
+    Attributes:
+        name: Of the rotation.
+        compared: The tensors that were compared.
+        error: The largest error, in radians.
+        position: Of the token with that error, (A,) numbers.
+        allowed: The error that is allowed there: [`ALARM`], and what float32 and the type of the output round.
+        by_position: The largest error up to some positions, (position, error).
+        causes: Every combination of faults that explains what was found; empty if it is right, or nothing explains it.
+        is_right: Whether no error is larger than allowed.
+        remarks: What could not be compared, or is not finite.
+    """
+
+    name: str
+    compared: list[str] = field(default_factory=list)
+    error: float = 0.0
+    position: tuple[float, ...] = ()
+    allowed: float = ALARM
+    by_position: list[tuple[float, float]] = field(default_factory=list)
+    causes: list[tuple[Fault, ...]] = field(default_factory=list)
+    is_right: bool = True
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """
+    What an implementation computed.
+
+    Attributes:
+        positions: (N, A).
+        states: `query` and `key`, (N, head_dim).
+        tensors: Some of [`TENSORS`], in their own types.
+    """
+
+    positions: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+
+    def measure(self, rotation: Rotation) -> "list[tuple[torch.Tensor, torch.Tensor]] | None":
+        """
+        (errors, allowed errors) in radians, (N, channels) each, against what a rotation computes; `None` if the shapes
+        differ.
+        """
+        expected = rotation.compute(self.positions, self.states)
+        base = ALARM + FLOAT32_ANGLE * rotation.compute_angles(self.positions).abs()  # (N, planes)
+        found = []
+        for names in (("cos", "sin"), ("rotated_query",), ("rotated_key",)):
+            names = [name for name in names if name in self.tensors]
+            if not names:
+                continue
+            if any(name not in expected for name in names):
+                return None
+            planes = list(rotation.channels) if names[0] in ("cos", "sin") else _plane_of_channel(rotation)
+            parts = []
+            for name in names:
+                given, wanted = self.tensors[name], expected[name]
+                if given.shape[-1] == rotation.num_planes and name in ("cos", "sin"):
+                    # One column for each plane.
+                    first = [rotation.channels.index(plane) for plane in range(rotation.num_planes)]
+                    wanted, planes = wanted[:, first], list(range(rotation.num_planes))
+                if given.shape != wanted.shape:
+                    return None
+                parts.append((given.double() - wanted).nan_to_num(math.inf))
+            error = torch.stack(parts).square().sum(0).sqrt() / rotation.factor  # (N, channels)
+            margin = 2 * max(_epsilon(self.tensors[names[0]].dtype), _epsilon(rotation.output_dtype))
+            if names[0].startswith("rotated"):
+                state = self.states[names[0].removeprefix("rotated_")].double()  # (N, head_dim)
+                # The length of the two channels of a plane.
+                error = error / state.square().mean(-1, keepdim=True).mul(2).sqrt()
+                # Two products and a sum round.
+                margin *= 2
+            # Channels that do not rotate have the plane −1.
+            padded = torch.cat([base, torch.full_like(base[:, :1], ALARM)], 1)  # (N, planes + 1)
+            found.append((error, padded[:, planes] + margin))
+        return found
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype != torch.float64 else 0.0
+
+
+def _plane_of_channel(rotation: Rotation) -> list[int]:
+    planes = [-1] * (rotation.head_dim or 0)
+    for plane, pair in enumerate(rotation.pairs or ()):
+        for channel in pair:
+            planes[channel] = plane
+    return planes
+
+
+def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None = None) -> Diagnosis:
+    """
+    Compare what was computed with what is right, and name the fault, or the two faults, that explain a difference.
+
+    Args:
+        others: The other rotations of the model, by name.
+    """
+    diagnosis = Diagnosis(rotation.name, [name for name in TENSORS if name in evidence.tensors])
+    if not evidence.tensors:
+        diagnosis.remarks.append(f"nothing to compare; accepted are {', '.join(TENSORS)}")
+        diagnosis.is_right = False
+        return diagnosis
+    measured = evidence.measure(rotation)
+    if measured is None:
+        shapes = {name: tuple(value.shape) for name, value in evidence.tensors.items()}
+        wanted = {name: tuple(v.shape) for name, v in rotation.compute(evidence.positions, evidence.states).items()}
+        diagnosis.remarks.append(f"the shapes are {shapes}; right are {wanted}")
+        diagnosis.is_right, diagnosis.error = False, math.inf
+    else:
+        _describe_errors(diagnosis, evidence.positions, measured)
+    if not diagnosis.is_right:
+        diagnosis.causes = _explain(rotation, evidence, others)
+        kinds = {fault.kind for faults in diagnosis.causes for fault in faults}
+        if kinds == {"output type"}:
+            # As results in a half type, whose rounding is allowed for; the first type is the coarser one.
+            diagnosis.remarks.append(f"{diagnosis.causes[0][0].name}: {FIXES['output type']}")
+            diagnosis.causes, diagnosis.is_right = [], True
+        if kinds and measured is None:
+            diagnosis.remarks = []
+    return diagnosis
+
+
+def _describe_errors(diagnosis: Diagnosis, positions: torch.Tensor, measured: list) -> None:
+    excess = torch.stack([(error / allowed).amax(1) for error, allowed in measured]).amax(0)  # (N,)
+    errors = torch.stack([error.amax(1) for error, _ in measured]).amax(0)  # (N,)
+    allowed = torch.stack([allowed.amax(1) for _, allowed in measured]).amax(0)  # (N,)
+    worst = int(errors.argmax())
+    diagnosis.is_right = bool((excess <= 1).all())
+    diagnosis.error, diagnosis.position = float(errors[worst]), tuple(positions[worst].tolist())
+    diagnosis.allowed = float(allowed[worst])
+    furthest = positions.abs().amax(1)  # (N,)
+    for bound in sorted({min(10.0**k, float(furthest.max())) for k in range(1, 8)}):
+        diagnosis.by_position.append((bound, _largest(errors, furthest <= bound)))
+
+
+def _largest(values: torch.Tensor, chosen: torch.Tensor) -> float:
+    return float(values[chosen].max()) if chosen.any() else 0.0
+
+
+def _explain(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None) -> list[tuple[Fault, ...]]:
+    """The faults that explain the evidence best: one, or two if no single one does."""
+    singles = list(find_faults(rotation, _propose_thetas(rotation, evidence), others))
+    found = _choose([(fault,) for fault in singles], evidence)
+    if found:
+        return found
+    twice: list[tuple[Fault, ...]] = []
+    for fault in singles:
+        thetas = _propose_thetas(fault.rotation, evidence)
+        # Each pair once; a base is looked for after the other fault, which may hide it.
+        twice += [(fault, other) for other in find_faults(fault.rotation, thetas) if _order(other) > _order(fault)]
+    return _choose(twice, evidence)
+
+
+def _order(fault: Fault) -> tuple[bool, str]:
+    return fault.kind == "base", fault.kind
+
+
+def _choose(proposals: list[tuple[Fault, ...]], evidence: Evidence) -> list[tuple[Fault, ...]]:
+    """Those proposals that explain the evidence, and no worse than the best one, without those of the same names."""
+    scored: dict[tuple[str, ...], tuple[float, float, tuple[Fault, ...]]] = {}
+    for faults in proposals:
+        measured = evidence.measure(faults[-1].rotation)
+        shares = [float((error <= allowed).double().mean()) for error, allowed in measured or ()]
+        if min(shares, default=0.0) < EXPLAINED:
+            continue
+        assert measured is not None
+        score = max(float(error.clamp(max=1).mean()) for error, _ in measured)
+        names = tuple(sorted(fault.name for fault in faults))
+        if names not in scored or score < scored[names][1]:
+            scored[names] = min(shares), score, faults
+    most = max((share for share, _, _ in scored.values()), default=0.0) - 1e-3
+    best = min((score for share, score, _ in scored.values() if share >= most), default=0.0)
+    chosen = [faults for share, score, faults in scored.values() if share >= most and score <= 1.5 * best + 1e-7]
+    # A base is fitted to what was found: it explains what a particular fault does, and of several the first is round.
+    fitted = [faults for faults in chosen if any(fault.kind == "base" for fault in faults)]
+    return [faults for faults in chosen if faults not in fitted] or fitted[:1]
+
+
+def _propose_thetas(rotation: Rotation, evidence: Evidence) -> list[float]:
+    """Bases near that of the angles that were found, rounder numbers first."""
+    observed = None if rotation.law is None else estimate_frequencies(rotation, evidence)
+    if rotation.law is None or observed is None:
+        return []
+    index, wanted = torch.tensor(rotation.frequency_of_plane), rotation.frequencies
+    # Slow planes hardly turn, and the first frequency of every base is 1.
+    usable = (observed > 1e-2) & (wanted > 0) & (index > 0)
+    plain, _ = compute_law({**rotation.law, "rope_type": "default"}, rotation.frequency_of_plane)
+    unscaled = usable & ((wanted - plain).abs() <= 1e-9 * plain)
+    if unscaled.any():
+        # Which frequencies are scaled depends on the base; the fastest ones are not.
+        usable = unscaled & (index <= index[unscaled].median())
+    if not usable.any():
+        return []
+    steps = index[usable] / rotation.law["count"]
+    ratio = (observed[usable] / wanted[usable]).log()  # (usable,)
+    theta = rotation.law["rope_theta"] * math.exp(-float((steps * ratio).sum() / steps.square().sum()))
+    bases = dict.fromkeys(float(f"{theta:.{digits}g}") for digits in range(1, 7))
+    return [base for base in bases if base > 1 and base != rotation.law["rope_theta"]]
+
+
+def estimate_frequencies(rotation: Rotation, evidence: Evidence) -> torch.Tensor | None:
+    """
+    (planes,) angles found for each position, in radians, from the token nearest to zero; `None` if the tensors have
+    other shapes.
+    """
+    coordinates = (evidence.positions.double() + rotation.offset)[:, list(rotation.axes)]  # (N, planes)
+    size, token = coordinates.abs().where(coordinates != 0, math.inf).min(0)  # 2 × (planes,)
+    place = token, torch.arange(rotation.num_planes)
+    if size.isinf().any():
+        return None
+    tensors = {name: value.double() for name, value in evidence.tensors.items()}
+    if {"cos", "sin"} <= tensors.keys() and tensors["cos"].shape == tensors["sin"].shape:
+        cos, sin = tensors["cos"], tensors["sin"]  # (N, D)
+        if cos.shape[1] == len(rotation.channels):
+            first = [rotation.channels.index(plane) for plane in range(rotation.num_planes)]
+            cos, sin = cos[:, first], sin[:, first]  # (N, planes)
+        if cos.shape != coordinates.shape:
+            return None
+        return torch.atan2(sin, cos)[place] / coordinates[place]
+    for name in ("query", "key"):
+        rotated = tensors.get(f"rotated_{name}")
+        if rotated is not None and rotation.pairs is not None and rotated.shape == evidence.states[name].shape:
+            first, second = rotation.paired_channels
+            state = evidence.states[name].double()
+            x, y, u, v = state[:, first], state[:, second], rotated[:, first], rotated[:, second]  # (N, planes)
+            return torch.atan2(x * v - y * u, x * u + y * v)[place] / coordinates[place]
+    return None

@@ -1,0 +1,231 @@
+"""The faults that implementations of RoPE have: each turns a right rotation into the one that is computed instead."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from .rotation import Rotation, compute_law, make_pairs
+from .spectrum import compute_spectrum
+
+
+HALF_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """
+    Attributes:
+        kind: Two faults of one kind exclude each other; a key of [`FIXES`].
+        name: What is computed, and what should be.
+        rotation: What such an implementation computes.
+    """
+
+    kind: str
+    name: str
+    rotation: Rotation
+
+
+FIXES = {
+    "pairs": "Rotate the channels that pairs in the file lists; halves are (i, i + n), adjacent ones (2i, 2i + 1).",
+    "scaling": "Apply rope_type and its fields, in rope_parameters of config.json, to the frequencies.",
+    "attention factor": "Multiply cos and sin once by the attention factor, which law in the file determines.",
+    "base": "Read rope_theta from rope_parameters of config.json, for the type of layer.",
+    "layer type": "Choose the frequencies by the type of each layer (layer_types in config.json).",
+    "partial": "Rotate head_dim × partial_rotary_factor channels, and count the frequencies over these alone.",
+    "place": "Rotate the channels of a head that pairs in the file lists.",
+    "sections": "Assign planes to axes as axes in the file does (mrope_section, mrope_interleaved).",
+    "axes": "Pass positions in the order of the columns in the file.",
+    "offset": "The first token has position 0.",
+    "direction": "Rotate by +p ω: (x, y) becomes (x cos − y sin, x sin + y cos).",
+    "unrotated": "Rotate queries and keys.",
+    "frequency type": "Keep frequencies in float32, as from_pretrained(dtype=…) does; .to(dtype) and .half() do not.",
+    "position type": "Keep positions as integers until they are multiplied with frequencies in float32.",
+    "phase type": "Multiply positions and frequencies in float32, with autocast off, and round cos and sin alone.",
+    "output type": "This does not grow with the position, and is usual in half types.",
+}
+
+
+def find_faults(
+    rotation: Rotation, thetas: Sequence[float] = (), others: Mapping[str, Rotation] | None = None
+) -> Iterator[Fault]:
+    """
+    The faults that would change what is computed.
+
+    Args:
+        thetas: Other bases that an implementation may have used.
+        others: The other rotations of the model, by name.
+    """
+    for kind, find in _FINDERS.items():
+        for name, changed in find(rotation):
+            yield Fault(kind, name, changed)
+    if rotation.law is not None:
+        for theta in thetas:
+            law = {**rotation.law, "rope_theta": theta}
+            frequencies, _ = compute_law(law, rotation.frequency_of_plane)
+            name = f"rope_theta {theta:g} instead of {rotation.law['rope_theta']:g}"
+            yield Fault("base", name, replace(rotation, law=law, frequencies=frequencies))
+    for name, other in (others or {}).items():
+        same = other.num_planes == rotation.num_planes
+        if same and name != rotation.name and not torch.equal(other.frequencies, rotation.frequencies):
+            changed = replace(rotation, law=other.law, frequencies=other.frequencies, factor=other.factor)
+            yield Fault("layer type", f"frequencies of {name}", changed)
+
+
+Found: TypeAlias = Iterator[tuple[str, Rotation]]
+_PAIRS = {"halves": "halves", "adjacent": "adjacent pairs"}
+
+
+def _find_pairs(rotation: Rotation) -> Found:
+    if rotation.style in ("halves", "adjacent"):
+        other = "adjacent" if rotation.style == "halves" else "halves"
+        pairs = make_pairs(other, rotation.num_planes, rotation.first_channel)
+        yield f"{_PAIRS[other]} instead of {_PAIRS[rotation.style or other]}", replace(rotation, pairs=pairs)
+
+
+def _find_scaling(rotation: Rotation) -> Found:
+    law = rotation.law
+    if law is None or law["rope_type"] in ("default", "axial", "dynamic", "proportional"):
+        return
+    kind = law["rope_type"]
+    plain, _ = compute_law({**law, "rope_type": "default"}, rotation.frequency_of_plane)
+    factor = law.get("factor", 1.0)
+    proposals = {f"scaling ignored ({kind})": plain}
+    if kind == "linear":
+        proposals["scaling applied twice (linear)"] = plain / factor**2
+    else:
+        proposals[f"linear scaling instead of {kind}"] = plain / factor
+    for name, frequencies in proposals.items():
+        if not torch.equal(frequencies, rotation.frequencies):
+            yield name, replace(rotation, frequencies=frequencies)
+
+
+def _find_factor(rotation: Rotation) -> Found:
+    if rotation.factor != 1:
+        yield f"attention factor ignored ({rotation.factor:.4g})", replace(rotation, factor=1.0)
+        yield f"attention factor applied twice ({rotation.factor:.4g})", replace(rotation, factor=rotation.factor**2)
+
+
+def _find_partial(rotation: Rotation) -> Found:
+    law, head_dim, count = rotation.law, rotation.head_dim, rotation.num_planes
+    if law is None or head_dim is None or 2 * count >= head_dim or rotation.num_axes > 1 or rotation.first_channel:
+        return
+    spectrum, _ = compute_spectrum({**law, "count": head_dim // 2})
+    name = f"frequencies counted over all {head_dim} channels instead of the {2 * count} that rotate"
+    yield name, replace(rotation, frequencies=spectrum[:count])
+    style = rotation.style
+    if style in _PAIRS:
+        whole = head_dim // 2
+        yield (
+            f"partial factor ignored: all {head_dim} channels rotate instead of {2 * count}",
+            replace(
+                rotation,
+                frequencies=spectrum,
+                frequency_of_plane=tuple(range(whole)),
+                law={**law, "count": whole},
+                axes=(0,) * whole,
+                channels=(*range(whole), *range(whole)),
+                pairs=make_pairs(style, whole),
+            ),
+        )
+
+
+def _find_place(rotation: Rotation) -> Found:
+    if rotation.style not in _PAIRS or rotation.head_dim in (None, 2 * rotation.num_planes):
+        return
+    first = rotation.first_channel
+    start = 0 if first else rotation.head_dim - 2 * rotation.num_planes
+    name = f"the channels from {start} of each head rotate instead of those from {first}"
+    yield name, replace(rotation, pairs=make_pairs(rotation.style, rotation.num_planes, start))
+
+
+def _find_sections(rotation: Rotation) -> Found:
+    if rotation.num_axes == 1:
+        return
+    axes, frequencies, count = rotation.axes, rotation.frequency_of_plane, rotation.num_planes
+    numbers = [axes.count(axis) for axis in range(rotation.num_axes)]
+    blocked = tuple(axis for axis, number in enumerate(numbers) for _ in range(number))
+    if len(set(frequencies)) < count:
+        # Every axis has the whole spectrum.
+        planes = list(zip(axes, frequencies))
+        for name, order in (
+            ("axes interleaved instead of blocked", sorted(planes, key=lambda plane: plane[::-1])),
+            ("axes blocked instead of interleaved", sorted(planes)),
+        ):
+            if order != planes:
+                yield name, _assign(rotation, *zip(*order))
+        return
+    cycle = tuple(plane % rotation.num_axes for plane in range(count))
+    interleaved = tuple(axis if plane // rotation.num_axes < numbers[axis] else 0 for plane, axis in enumerate(cycle))
+    found = {blocked: "blocked", interleaved: "interleaved"}.get(axes, "as in the file")
+    for name, order in (("blocked", blocked), ("interleaved", interleaved), ("in turn to the last plane", cycle)):
+        if order != axes and (name != "in turn to the last plane" or order != interleaved):
+            yield f"sections {name} instead of {found}", _assign(rotation, order, frequencies)
+    for axis in range(rotation.num_axes):
+        yield f"sections ignored: every plane reads axis {axis}", _assign(rotation, (axis,) * count, frequencies)
+
+
+def _assign(rotation: Rotation, axes: tuple[int, ...], frequencies: tuple[int, ...]) -> Rotation:
+    """With other axes, and the frequencies of these indices."""
+    where = [rotation.frequency_of_plane.index(frequency) for frequency in frequencies]
+    values = rotation.frequencies[where]  # (planes,)
+    return replace(rotation, axes=tuple(axes), frequencies=values, frequency_of_plane=tuple(frequencies))
+
+
+def _find_axes(rotation: Rotation) -> Found:
+    for order in itertools.permutations(range(rotation.num_axes)):
+        axes = tuple(order[axis] for axis in rotation.axes)
+        if axes != rotation.axes:
+            name = "axes exchanged" if rotation.num_axes == 2 else f"axes in the order {order}"
+            yield f"{name}: positions are read from other columns", replace(rotation, axes=axes)
+
+
+def _find_offset(rotation: Rotation) -> Found:
+    yield "positions one too large", replace(rotation, offset=1.0)
+    yield "positions one too small", replace(rotation, offset=-1.0)
+
+
+def _find_direction(rotation: Rotation) -> Found:
+    yield "opposite direction (sin has the wrong sign)", replace(rotation, sign=-1)
+    yield "opposite direction (sin has the wrong sign)", replace(rotation, state_sign=-1)
+
+
+def _find_unrotated(rotation: Rotation) -> Found:
+    yield "queries are not rotated", replace(rotation, unrotated=("query",))
+    yield "keys are not rotated", replace(rotation, unrotated=("key",))
+    yield "queries and keys are not rotated", replace(rotation, unrotated=("query", "key"))
+
+
+def _find_rounding(what: str, *fields: str) -> Callable[[Rotation], Found]:
+    def find(rotation: Rotation) -> Found:
+        for dtype, name in HALF_TYPES.items():
+            yield f"{what} rounded to {name}", replace(rotation, **dict.fromkeys(fields, dtype))
+
+    return find
+
+
+def _find_phase(rotation: Rotation) -> Found:
+    yield from _find_rounding("phase", "phase_dtype")(rotation)
+    product = ("frequency_dtype", "position_dtype", "phase_dtype")
+    for found, changed in _find_rounding("", *product)(rotation):
+        yield f"positions, frequencies and phase{found} (a product under autocast)", changed
+
+
+_FINDERS: dict[str, Callable[[Rotation], Found]] = {
+    "pairs": _find_pairs,
+    "scaling": _find_scaling,
+    "attention factor": _find_factor,
+    "partial": _find_partial,
+    "place": _find_place,
+    "sections": _find_sections,
+    "axes": _find_axes,
+    "offset": _find_offset,
+    "direction": _find_direction,
+    "unrotated": _find_unrotated,
+    "frequency type": _find_rounding("frequencies", "frequency_dtype"),
+    "position type": _find_rounding("positions", "position_dtype"),
+    "phase type": _find_phase,
+    "output type": _find_rounding("cos and sin", "output_dtype"),
+}

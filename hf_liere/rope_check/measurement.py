@@ -1,0 +1,175 @@
+"""What a rotary module computes on this machine, in the types and calls in which models use it, against float64."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..models.patched.module_inspection import forward_arguments
+from ..models.patched.rope_layout import TOKENS, frequency_buffers
+from .diagnosis import Diagnosis, Evidence, diagnose
+from .reading import CALL_ERRORS, CosSin, FoundRotation
+from .rotation import choose_positions
+
+
+# An image of some patches, and others that a module may confuse with it: larger, and with as many patches.
+GRID, OTHER_GRIDS = (6, 4), ((9, 7), (4, 6))
+
+
+@dataclass
+class Measurement:
+    """
+    Attributes:
+        loaded: What the module computes as it is, for states in float32; an error of it is an alarm.
+        conversions: By name of a way to use half types, what it computes then; an error of it is a hazard.
+        alarms: Further faults of the module as it is: results that depend on other tokens or calls, and positions that
+            coincide.
+    """
+
+    loaded: Diagnosis
+    conversions: dict[str, Diagnosis] = field(default_factory=dict)
+    alarms: list[str] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        return self.loaded.is_right and not self.alarms
+
+
+def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
+    """
+    Compare a rotary module with float64 at positions up to the longest, as it is and converted to half types.
+
+    Args:
+        others: The other rotations of the model, by name.
+    """
+    with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        measurement = Measurement(_compare(found, found.rope, torch.float32, others))
+        measurement.alarms = list(_find_dependencies(found))
+        for name, rope, dtype in _convert(found.rope):
+            context = torch.autocast("cpu", dtype) if name == "under autocast" else contextlib.nullcontext()
+            states_dtype = torch.float32 if name == "under autocast" else dtype
+            label = f"{name} ({str(dtype).removeprefix('torch.')})"
+            with context:
+                try:
+                    measurement.conversions[label] = _compare(found, rope, states_dtype, others)
+                except CALL_ERRORS as error:
+                    measurement.conversions[label] = Diagnosis(
+                        found.rotation.name, is_right=False, remarks=[f"fails: {error}".splitlines()[0]]
+                    )
+    return measurement
+
+
+def _convert(rope: nn.Module) -> Iterator[tuple[str, nn.Module, torch.dtype]]:
+    yield "states in a half type", rope, torch.bfloat16
+    yield "under autocast", rope, torch.bfloat16
+    yield "after model.to(dtype)", copy.deepcopy(rope).to(torch.bfloat16), torch.bfloat16
+    yield "after model.half()", copy.deepcopy(rope).half(), torch.float16
+
+
+def find_positions_of(found: FoundRotation) -> torch.Tensor:
+    """(N, A) positions at which a rotation is compared: chosen ones, or an image's for modules that read pixels."""
+    if found.reads_pixels:
+        return found.coordinates_of_image(image_size(found, GRID))
+    return choose_positions(found.rotation.num_axes, found.rotation.longest)
+
+
+def image_size(found: FoundRotation, grid: tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of an image with so many rows and columns of patches."""
+    rows, columns = found.patch_size
+    return grid[0] * rows, grid[1] * columns
+
+
+def _compute(found: FoundRotation, rope: nn.Module, positions: torch.Tensor, dtype: torch.dtype) -> CosSin:
+    if found.reads_pixels:
+        return found.compute_of_image(image_size(found, GRID), rope, dtype)
+    return found.compute_cos_sin(positions, rope, dtype)
+
+
+def _compare(found: FoundRotation, rope: nn.Module, dtype: torch.dtype, others: dict | None) -> Diagnosis:
+    positions = find_positions_of(found)
+    cos, sin = _compute(found, rope, positions, dtype)  # 2 × (N, D)
+    return diagnose(found.rotation, Evidence(positions, {}, {"cos": cos, "sin": sin}), others)
+
+
+def _find_dependencies(found: FoundRotation) -> Iterator[str]:
+    """Faults of a module whose results depend on more than the position of a token."""
+    return _compare_images(found) if found.reads_pixels else _compare_sequences(found)
+
+
+def _compare_images(found: FoundRotation) -> Iterator[str]:
+    rope = copy.deepcopy(found.rope)
+    size, *other_sizes = (image_size(found, grid) for grid in (GRID, *OTHER_GRIDS))
+    first = found.compute_of_image(size, rope)
+    for other in other_sizes:
+        changed, fresh = (found.compute_of_image(other, module) for module in (rope, copy.deepcopy(found.rope)))
+        if not _are_equal(changed, fresh):
+            yield f"an image of {other} px gets other rotations after one of {size} px than alone"
+    if not _are_equal(first, found.compute_of_image(size, rope)):
+        yield f"an image of {size} px gets other rotations after larger ones"
+
+
+def _compare_sequences(found: FoundRotation) -> Iterator[str]:
+    rope = copy.deepcopy(found.rope)
+    positions = choose_positions(found.rotation.num_axes, found.rotation.longest)
+    whole = found.compute_cos_sin(positions, rope)  # 2 × (N, D)
+    order = positions.amax(1).argsort()  # the nearest first
+    half = order[: len(order) // 2].sort().values
+    wanted = [x[half] for x in whole]
+    for module, length in ((copy.deepcopy(found.rope), "in"), (rope, "after")):
+        if not _are_equal(found.compute_cos_sin(positions[half], module), wanted):
+            yield f"the same positions get other rotations {length} a longer sequence"
+    # As a cache passes them: one token in each call.
+    for token in (0, int(order[len(order) // 2]), int(order[-1])):
+        alone = found.compute_cos_sin(positions[token : token + 1], rope)
+        if not _are_equal(alone, [x[token : token + 1] for x in whole]):
+            yield f"position {positions[token].tolist()} alone, as with a cache, gets another rotation"
+            break
+    read = positions[:, sorted(set(found.rotation.axes))].unique(dim=0)
+    distinct = len(torch.cat(whole, 1).unique(dim=0))
+    if distinct < len(read):
+        yield f"{len(read) - distinct} of {len(read)} positions have the same rotation as another"
+
+
+def _are_equal(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
+    # A processor may round differently at the end of a row.
+    return all(torch.allclose(x, y, rtol=0, atol=1e-6) for x, y in zip(first, second, strict=True))
+
+
+def find_cache_faults(model: PreTrainedModel) -> list[str]:
+    """What differs for the last of some tokens between a full pass of a model that generates and one with a cache."""
+    if not model.can_generate() or "input_ids" not in forward_arguments(model):
+        return []
+    rotations: dict[str, tuple[torch.Tensor, ...]] = {}
+    handles = [
+        module.register_forward_hook(lambda _, __, output, name=name: rotations.update({name: output}))
+        for name, module in model.named_modules()
+        if frequency_buffers(module)
+    ]
+    tokens = torch.arange(3, 3 + 2 * TOKENS, device=model.device).unsqueeze(0)  # (1, N)
+    try:
+        with torch.no_grad():
+            full = model(input_ids=tokens, use_cache=False).logits[:, -1].float()  # (1, vocabulary)
+            wanted = dict(rotations)
+            cache = model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
+            cached = model(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1].float()
+    except CALL_ERRORS as error:
+        return [f"a pass with a cache fails: {str(error).splitlines()[0]}"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    faults = [
+        f"{name} rotates the last token otherwise with a cache than in a full pass"
+        for name, whole in wanted.items()
+        if any(not torch.allclose(x[..., -1, :], y[..., -1, :]) for x, y in zip(whole, rotations[name]))
+    ]
+    # Sums in another order round differently, and layers pass that on.
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * float(full.abs().max())
+    if float((full - cached).abs().max()) > tolerance:
+        faults.append(f"logits differ by {float((full - cached).abs().max()):.2g} with a cache")
+    return faults

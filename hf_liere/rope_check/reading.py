@@ -1,0 +1,316 @@
+"""The rotations of a model, with or without weights: what each should compute, and the modules that compute it."""
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..models.patched.module_inspection import takes
+from ..models.patched.rope_layout import (
+    TOKENS,
+    CoordinateProbe,
+    RopeLayout,
+    RopeTower,
+    find_positions,
+    find_rope_towers,
+    frequency_buffers,
+)
+from ..models.patched.rope_pairs import HeadPlanes, Probe, find_key_sources
+from ..models.patched.rotating_layers import rotates
+from .rotation import Rotation, compute_law
+from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
+
+
+# Where neither configuration nor image size says how far positions reach.
+LONGEST_TEXT, LONGEST_GRID = 2048, 64
+# Errors of modules that are called in a form which they do not take.
+CALL_ERRORS = (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+
+
+CosSin: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class UnreadableError(ValueError):
+    """A rotary module whose rotation cannot be found; the message says why."""
+
+
+@dataclass
+class FoundRotation:
+    """
+    One rotation of a model.
+
+    Attributes:
+        rotation: What it should compute.
+        rope: Its rotary module, with values.
+        options: Arguments that select the type of layers.
+        arguments: With which the module was called for a few tokens; only their form matters.
+        layers: The attention modules that it serves, and whether each rotates; `None` where a call fails.
+        remarks: What could not be found, or does not agree with the configuration.
+        differs: Whether the module's own frequencies differ from those of the configuration.
+    """
+
+    rotation: Rotation
+    rope: nn.Module
+    options: dict[str, Any]
+    arguments: tuple
+    layers: dict[str, bool | None]
+    remarks: list[str] = field(default_factory=list)
+    differs: bool = False
+
+    @property
+    def reads_pixels(self) -> bool:
+        return not takes(self.rope, "position_ids")
+
+    def compute_cos_sin(
+        self, positions: torch.Tensor, rope: nn.Module | None = None, dtype: torch.dtype = torch.float32
+    ) -> CosSin:
+        """(N, A) positions → (N, D) cos and sin of the module, or of a changed copy of it, for states of a type."""
+        rope = self.rope if rope is None else rope
+        states, like = self.arguments
+        cos, sin = _call(rope, states.to(dtype), _shape_as(positions, like), self.options)
+        return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
+
+    def compute_of_image(
+        self, size: tuple[int, int], rope: nn.Module | None = None, dtype: torch.dtype = torch.float32
+    ) -> CosSin:
+        """As `compute_cos_sin`, for an image of (height, width)."""
+        rope = self.rope if rope is None else rope
+        cos, sin = _call(rope, torch.zeros(1, 3, *size, dtype=dtype), None, self.options)
+        return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
+
+    def coordinates_of_image(self, size: tuple[int, int]) -> torch.Tensor:
+        """(N, A), float64, of an image."""
+        found = CoordinateProbe(self.rope)(torch.zeros(1, 3, *size), **self.options)  # (…, N, D)
+        axis_channels = [self.rotation.axes.index(axis) for axis in range(self.rotation.num_axes)]
+        channels = [self.rotation.channels.index(plane) for plane in axis_channels]
+        return found.flatten(0, -2)[:, channels].double()
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        patch = self.rope.config.patch_size
+        return tuple(patch) if isinstance(patch, (list, tuple)) else (patch, patch)
+
+
+def _call(rope: nn.Module, states: torch.Tensor, positions: torch.Tensor | None, options: dict) -> tuple:
+    arguments = (states,) if positions is None else (states, positions)
+    with torch.no_grad():
+        return type(rope).forward(rope, *arguments, **options)
+
+
+def _shape_as(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(N, A) positions in the form of an argument that a module takes, see [`find_positions`]."""
+    if like.ndim == 3 and like.shape[-1] == TOKENS:
+        return positions.T.unsqueeze(1)  # (A, 1, N)
+    if like.shape[-1] == TOKENS:
+        return positions.T  # (1, N)
+    return positions.unsqueeze(0) if like.ndim == 3 else positions  # (1, N, A) or (N, A)
+
+
+def find_rotations(model: nn.Module) -> Iterator[FoundRotation | UnreadableError]:
+    """
+    Every rotation of a model, or the reason why it cannot be described.
+
+    Args:
+        model: Any model of transformers, on any device; on the meta device nothing needs values.
+    """
+    owners = {
+        name.rpartition(".")[0]: None for name, module in model.named_modules() if name and frequency_buffers(module)
+    }
+    for owner in owners:
+        try:
+            (tower,) = find_rope_towers(model, owner)
+        except CALL_ERRORS as error:
+            yield UnreadableError(str(error))
+            continue
+        with contextlib.suppress(ValueError):
+            tower.sources = find_key_sources(tower)
+        yield from _read_tower(model, tower)
+
+
+def _read_tower(model: nn.Module, tower: RopeTower) -> Iterator[FoundRotation | UnreadableError]:
+    prefix = f"{tower.name}." if tower.name else ""
+    name = f"{prefix}{tower.rope_name}"
+    rope = _with_values(model, name, tower.rope)
+    for layout in dict.fromkeys(tower.layouts):
+        label = name if layout.layer_type is None else f"{name}:{layout.layer_type}"
+        layers = [index for index, other in enumerate(tower.layouts) if other == layout]
+        try:
+            yield _read_layout(tower, rope, layout, label, layers)
+        except CALL_ERRORS as error:
+            yield UnreadableError(f"{label} ({type(rope).__name__}): {error}")
+
+
+def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: str, layers: list[int]) -> FoundRotation:
+    options = {} if layout.layer_type is None else {"layer_type": layout.layer_type}
+    with torch.device("cpu"), torch.no_grad():
+        arguments, coordinates = find_positions(rope, options, ValueError("its positions have an unknown form"))
+    axes, num_axes = _name_axes(layout, arguments, coordinates.flatten(0, -2))
+    first = layout.first_channels()
+    planes = tuple(layout.frequencies[channel] for channel in first)
+    buffer = rope._buffers[layout.buffer].detach().double().flatten().cpu()  # (frequencies,)
+    config = getattr(rope, "config", None)
+    spectrum = _choose_spectrum(config, layout, buffer)
+    law, remarks = spectrum.law, [] if spectrum.remark is None else [spectrum.remark]
+    indices = tuple(spectrum.indices[plane] for plane in planes)
+    frequencies, factor = (buffer[list(indices)], layout.factor) if law is None else compute_law(law, indices)
+    heads, rotating = _examine_layers(tower, layers)
+    if not any(rotates is not False for rotates in rotating.values()):
+        remarks.append("no layer rotates by it")
+    elif heads is None:
+        remarks.append("which channels attention rotates is unknown: it cannot be called alone, or moves channels")
+    rotation = Rotation(
+        name=label,
+        frequencies=frequencies,
+        axes=tuple(axes[layout.axes[channel]] for channel in first),
+        num_axes=num_axes,
+        channels=layout.planes,
+        factor=factor,
+        pairs=None if heads is None else heads.pairs,
+        head_dim=None if heads is None else heads.head_dim,
+        law=law,
+        frequency_of_plane=indices,
+        longest=_find_longest(config, law, num_axes),
+    )
+    return FoundRotation(rotation, rope, options, arguments, rotating, remarks, spectrum.differs)
+
+
+def _name_axes(layout: RopeLayout, arguments: tuple, coordinates: torch.Tensor) -> tuple[list[int], int]:
+    """
+    By axis of a layout, the column of the positions that it reads, and the number of columns.
+
+    Raises:
+        ValueError: if an axis is none of the positions that the module takes.
+    """
+    if len(arguments) == 1:
+        return list(range(layout.num_axes)), layout.num_axes
+    given = arguments[-1]
+    by_axis = given.shape[-1] == TOKENS
+    columns = (given.reshape(-1, TOKENS).T if by_axis else given.reshape(TOKENS, -1)).float()  # (N, A)
+    found = []
+    for axis in range(layout.num_axes):
+        values = coordinates[:, layout.axes.index(axis)]  # (N,)
+        same = (columns == values[:, None]).all(0)  # (A,)
+        if not same.any():
+            raise ValueError("it multiplies frequencies with something else than positions")
+        found.append(int(same.nonzero()[0]))
+    return found, columns.shape[1]
+
+
+@dataclass
+class Spectrum:
+    """
+    The frequencies that a rotary module should have.
+
+    Attributes:
+        law: Their formula, or `None`.
+        indices: For every frequency of the module, its index in the spectrum of the law.
+        differs: Whether the module's own frequencies, or its factor, differ.
+        remark: Where they come from, if not from the configuration.
+    """
+
+    law: dict | None
+    indices: list[int]
+    differs: bool = False
+    remark: str | None = None
+
+
+def _choose_spectrum(config: object, layout: RopeLayout, buffer: torch.Tensor) -> Spectrum:
+    as_they_are = list(range(len(buffer)))
+    # Axes may have the same frequencies.
+    counts = list(dict.fromkeys([len(buffer), len(buffer.unique())]))
+    for count, odd in itertools.product(counts, (0, 1)):
+        law = read_law(config, layout.layer_type, count)
+        if law is not None:
+            # Half of a head may have an odd number of channels.
+            law |= {"dim": 2 * count - 1} if odd else {}
+            try:
+                wanted, factor = compute_spectrum(law)
+            except ValueError as error:
+                return Spectrum(None, as_they_are, remark=f"frequencies are taken as they are: {error}")
+            indices = match_spectrum(wanted, buffer)
+            if indices is not None:
+                return Spectrum(law, indices, abs(factor - layout.factor) > 1e-6 * factor)
+    law = read_law(config, layout.layer_type, len(buffer))
+    if law is not None:
+        return Spectrum(law, as_they_are, True)
+    unique = buffer.unique().flip(0)
+    law = recognise_law(unique)
+    if law is not None:
+        indices = match_spectrum(compute_spectrum(law)[0], buffer)
+        if indices is not None:
+            remark = "the configuration names no base: rope_theta is that of the module's own frequencies"
+            return Spectrum(law, indices, remark=remark)
+    return Spectrum(None, as_they_are, remark="frequencies are taken as they are: they follow no formula known here")
+
+
+def _find_longest(config: object, law: dict | None, num_axes: int) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if law is not None and law["rope_type"] == "longrope":
+        length = law.get("original_max_position_embeddings", length)
+    if isinstance(length, int) and length > 1:
+        return length - 1
+    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if isinstance(image, int) and isinstance(patch, int) and image > patch:
+        return image // patch - 1
+    return (LONGEST_TEXT if num_axes == 1 else LONGEST_GRID) - 1
+
+
+def _examine_layers(tower: RopeTower, layers: list[int]) -> tuple[HeadPlanes | None, dict[str, bool | None]]:
+    """The pairs of channels that these layers rotate, and whether each does."""
+    heads: HeadPlanes | None = None
+    rotating: dict[str, bool | None] = {}
+    known: dict[tuple, bool | None] = {}
+    for layer in layers:
+        name, attention = tower.attentions[layer]
+        kind = _describe_kind(attention)
+        if kind not in known:
+            probe = Probe(tower, layer)
+            try:
+                known[kind] = _turns(probe) if layer in tower.sources else rotates(probe)
+                if known[kind] and heads is None:
+                    heads = probe.find_pairs()
+            except CALL_ERRORS:
+                known.setdefault(kind, None)
+        rotating[name] = known[kind]
+    return heads, rotating
+
+
+@torch.no_grad()
+def _turns(probe: Probe) -> bool:
+    """Whether attention that reads the keys of another module rotates its queries."""
+    ones, zeros = probe.make_quarters()
+    return not torch.equal(probe.capture(ones, zeros)[0], probe.capture(zeros, ones)[0])
+
+
+def _describe_kind(attention: nn.Module) -> tuple:
+    """Equal for attention modules that differ only in their weights and their number."""
+    plain = {
+        name: value
+        for name, value in vars(attention).items()
+        if isinstance(value, (bool, int, float, str, type(None))) and "idx" not in name and "index" not in name
+    }
+    shapes = tuple((name, tuple(value.shape)) for name, value in attention.named_parameters())
+    return type(attention), tuple(sorted(plain.items(), key=str)), shapes
+
+
+def _with_values(model: nn.Module, name: str, rope: nn.Module) -> nn.Module:
+    """A rotary module on the CPU; one without values gets those that a new model has."""
+    if not any(buffer is not None and buffer.is_meta for buffer in rope.buffers()):
+        return copy.deepcopy(rope).cpu().eval()
+    made = copy.deepcopy(rope).to_empty(device="cpu").eval()
+    for buffer in made.buffers():
+        buffer.fill_(float("nan"))
+    owner = model
+    for part in ["", *name.split(".")[:-1]]:
+        owner = getattr(owner, part) if part else owner
+        if isinstance(owner, PreTrainedModel):
+            nearest = owner
+    with torch.device("cpu"), torch.no_grad():
+        nearest._init_weights(made)
+    return made

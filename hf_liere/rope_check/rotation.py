@@ -1,0 +1,191 @@
+"""What a rotary position embedding computes, in float64, right or with the faults that implementations have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .spectrum import compute_spectrum
+
+
+STATES = ("query", "key")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """
+    One rotation of a model: plane i turns by the angle p_a ω_i, where a is its axis.
+
+    Attributes:
+        name: The rotary module, and the type of its layers after a colon where it serves several.
+        frequencies: (planes,) ω, radians for each position, float64.
+        axes: By plane, the column of the positions that it reads.
+        num_axes: Columns of the positions.
+        channels: By channel of cos and sin, its plane.
+        factor: By which cos and sin are multiplied.
+        pairs: By plane, the channels (c, d) of a head that it rotates, c to c cos − d sin; `None` if unknown.
+        head_dim: Channels of a head; `None` if unknown.
+        law: The formula of the frequencies, see [`compute_spectrum`]; `None` if they follow none.
+        frequency_of_plane: By plane, the index of its frequency in the spectrum of the law.
+        longest: The largest position that the model is made for.
+        sign: −1 for an implementation whose sin has the opposite sign.
+        state_sign: −1 for one that applies sin with the opposite sign.
+        offset: What an implementation adds to positions.
+        frequency_dtype, position_dtype, phase_dtype, output_dtype: The types to which an implementation rounds; the
+            output is cos, sin and the rotated states.
+        unrotated: The states that an implementation leaves as they are.
+    """
+
+    name: str
+    frequencies: torch.Tensor
+    axes: tuple[int, ...]
+    num_axes: int
+    channels: tuple[int, ...]
+    factor: float
+    pairs: tuple[tuple[int, int], ...] | None
+    head_dim: int | None
+    law: Mapping[str, Any] | None
+    frequency_of_plane: tuple[int, ...]
+    longest: float
+    sign: int = 1
+    state_sign: int = 1
+    offset: float = 0.0
+    frequency_dtype: torch.dtype = torch.float64
+    position_dtype: torch.dtype = torch.float64
+    phase_dtype: torch.dtype = torch.float64
+    output_dtype: torch.dtype = torch.float64
+    unrotated: tuple[str, ...] = ()
+
+    @property
+    def num_planes(self) -> int:
+        return len(self.axes)
+
+    @property
+    def style(self) -> str | None:
+        """How a plane's two channels lie in a head: `halves`, `adjacent`, another way, or unknown."""
+        if self.pairs is None:
+            return None
+        for name in ("halves", "adjacent"):
+            if self.pairs == make_pairs(name, self.num_planes, self.first_channel):
+                return name
+        return "other"
+
+    @property
+    def first_channel(self) -> int:
+        """The first rotated channel of a head."""
+        return min(min(pair) for pair in self.pairs or ((0, 0),))
+
+    @property
+    def paired_channels(self) -> tuple[list[int], list[int]]:
+        """The first channels of all planes, and the second ones."""
+        pairs = self.pairs or ()
+        return [first for first, _ in pairs], [second for _, second in pairs]
+
+    def compute_angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """(N, A) positions → (N, planes) angles in radians, float64."""
+        positions = _round(positions.double() + self.offset, self.position_dtype)
+        frequencies = _round(self.frequencies, self.frequency_dtype)  # (planes,)
+        return _round(positions[:, list(self.axes)] * frequencies, self.phase_dtype)
+
+    def compute(self, positions: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        Args:
+            positions: (N, A).
+            states: `query` and `key`, (N, head_dim), or neither; read if the pairs are known.
+
+        Returns:
+            `cos` and `sin`, (N, D) in the layout of the model, and `rotated_query` and `rotated_key`, (N, head_dim).
+        """
+        angles = self.compute_angles(positions)  # (N, planes)
+        cos = _round(self.factor * angles.cos(), self.output_dtype)  # (N, planes)
+        sin = _round(self.sign * self.factor * angles.sin(), self.output_dtype)  # (N, planes)
+        channels = list(self.channels)
+        tensors = {"cos": cos[:, channels], "sin": sin[:, channels]}
+        for name in states if self.pairs is not None else ():
+            state = states[name].double()
+            rotated = state.clone()  # (N, head_dim)
+            if name not in self.unrotated:
+                first, second = self.paired_channels
+                x, y = state[:, first], state[:, second]  # (N, planes)
+                turn = self.state_sign * sin  # (N, planes)
+                rotated[:, first], rotated[:, second] = x * cos - y * turn, x * turn + y * cos
+            tensors[f"rotated_{name}"] = _round(rotated, self.output_dtype)
+        return tensors
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON, for the metadata of a file; frequencies are tensors of the file."""
+        return {
+            "name": self.name,
+            "num_axes": self.num_axes,
+            "axes": self.axes,
+            "channels": self.channels,
+            "factor": self.factor,
+            "pairs": self.pairs,
+            "head_dim": self.head_dim,
+            "law": None if self.law is None else dict(self.law),
+            "frequency_of_plane": self.frequency_of_plane,
+            "longest": self.longest,
+        }
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any], frequencies: torch.Tensor) -> "Rotation":
+        """The reverse of [`describe`]."""
+        pairs = description["pairs"]
+        return cls(
+            name=description["name"],
+            frequencies=frequencies.double(),
+            axes=tuple(description["axes"]),
+            num_axes=description["num_axes"],
+            channels=tuple(description["channels"]),
+            factor=description["factor"],
+            pairs=None if pairs is None else tuple((c, d) for c, d in pairs),
+            head_dim=description["head_dim"],
+            law=description["law"],
+            frequency_of_plane=tuple(description["frequency_of_plane"]),
+            longest=description["longest"],
+        )
+
+
+def make_pairs(style: str, count: int, start: int = 0) -> tuple[tuple[int, int], ...]:
+    """The channels of `count` planes of a head, from the channel `start`, in halves or adjacent."""
+    if style == "halves":
+        return tuple((start + i, start + i + count) for i in range(count))
+    return tuple((start + 2 * i, start + 2 * i + 1) for i in range(count))
+
+
+def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values if dtype == torch.float64 else values.to(dtype).double()
+
+
+def choose_positions(num_axes: int, longest: float) -> torch.Tensor:
+    """
+    (N, A) positions that tell faults apart, int64: on one axis 0 to 15, about every power of 2, and up to the longest;
+    on several, the same on all axes (text), on one axis alone, and grids (images).
+    """
+    longest = int(longest)
+    powers = [2**k + step for k in range(4, longest.bit_length() + 1) for step in (-1, 0, 1, 2**k // 3)]
+    line = sorted({p for p in [*range(16), *powers, longest - 1, longest] if 0 <= p <= longest})  # L
+    equal = [[p] * num_axes for p in line]
+    if num_axes == 1:
+        return torch.tensor(equal)
+    alone = [[p if axis == a else 0 for axis in range(num_axes)] for a in range(num_axes) for p in line[1::2]]
+    # The steps have no common factor, so that rows and columns meet in every way.
+    mixed = [[line[(i * step + step) % len(line)] for step in (1, 5, 11)[:num_axes]] for i in range(len(line))]
+    return torch.tensor(equal + alone + mixed)
+
+
+def make_states(count: int, head_dim: int) -> dict[str, torch.Tensor]:
+    """`query` and `key`, (N, head_dim) float64: sines, exact to write in any language, and away from zero."""
+    grid = torch.arange(count * head_dim, dtype=torch.float64).view(count, head_dim)
+    # Multiples of 1/64 are exact in float32, and in bfloat16 up to 4.
+    return {
+        name: ((grid * step).sin().mul(32).round() / 64 + torch.where((grid * step).sin() < 0, -0.25, 0.25))
+        for name, step in (("query", 0.7), ("key", 1.3))
+    }
+
+
+def compute_law(law: Mapping[str, Any], frequency_of_plane: tuple[int, ...]) -> tuple[torch.Tensor, float]:
+    """(planes,) frequencies of a law, and the factor of cos and sin."""
+    spectrum, factor = compute_spectrum(law)
+    return spectrum[list(frequency_of_plane)], factor

@@ -1,0 +1,145 @@
+"""Faults of engines are named: each test breaks a right engine, which shares nothing with the package, in one way."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from rope_engine import Engine, answer
+
+from hf_liere.cli import main
+
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+# 16 planes: in turn, while an axis has planes left; what remains is the first axis's.
+INTERLEAVED = tuple([0, 1, 2] * 5 + [0])
+SINGLE = {"model_type": "llama", **TEXT}
+# By name: a configuration, and the right engine of its only rotation.
+MODELS = {
+    "llama": ({**SINGLE, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, Engine(10000.0, 32, 32)),
+    "yarn": (
+        {**SINGLE, "rope_parameters": YARN},
+        # 0.1 ln 4 + 1
+        Engine(10000.0, 32, 32, yarn=YARN, attention_factor=1.1386294361119891),
+    ),
+    "glm": (
+        {
+            "model_type": "glm",
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        Engine(10000.0, 32, 16, adjacent=True),
+    ),
+    "qwen3_vl_text": (
+        {"model_type": "qwen3_vl_text", **TEXT, "rope_parameters": MROPE},
+        Engine(10000.0, 32, 32, axes=INTERLEAVED),
+    ),
+    "qwen3_vl_vision": (
+        {"model_type": "qwen3_vl_vision", "depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64},
+        Engine(10000.0, 32, 32, axes=(0,) * 8 + (1,) * 8, spectra=2),
+    ),
+}
+# The model, what its engine does otherwise, and the name of that.
+FAULTS = [
+    ("llama", {"adjacent": True}, "adjacent pairs instead of halves"),
+    ("glm", {"adjacent": False}, "halves instead of adjacent pairs"),
+    ("yarn", {"yarn": None}, "scaling ignored (yarn)"),
+    ("yarn", {"attention_factor": 1.0}, "attention factor ignored (1.139)"),
+    ("llama", {"theta": 500000.0}, "rope_theta 500000 instead of 10000"),
+    ("glm", {"rotated": 32}, "partial factor ignored: all 32 channels rotate instead of 16"),
+    ("glm", {"counted": 32}, "frequencies counted over all 32 channels instead of the 16 that rotate"),
+    ("qwen3_vl_text", {"axes": (0,) * 6 + (1,) * 5 + (2,) * 5}, "sections blocked instead of interleaved"),
+    ("qwen3_vl_text", {"axes": (0,) * 16}, "sections ignored: every plane reads axis 0"),
+    ("qwen3_vl_vision", {"axes": (1,) * 8 + (0,) * 8}, "axes exchanged: positions are read from other columns"),
+    ("llama", {"round_frequencies": BFLOAT16}, "frequencies rounded to bfloat16"),
+    ("llama", {"round_frequencies": FLOAT16}, "frequencies rounded to float16"),
+    ("llama", {"round_positions": BFLOAT16}, "positions rounded to bfloat16"),
+    ("llama", {"round_phase": BFLOAT16}, "phase rounded to bfloat16"),
+    ("llama", {"round_phase": FLOAT16}, "phase rounded to float16"),
+    (
+        "qwen3_vl_vision",
+        dict.fromkeys(("round_frequencies", "round_positions", "round_phase"), BFLOAT16),
+        "positions, frequencies and phase rounded to bfloat16 (a product under autocast)",
+    ),
+    ("llama", {"offset": 1}, "positions one too large"),
+    ("llama", {"sign": -1}, "opposite direction (sin has the wrong sign)"),
+    ("llama", {"skip": ("key",)}, "keys are not rotated"),
+]
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory):
+    """By name of a model, the file of its test vectors, as the command writes them from its configuration."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (config, _) in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    assert main(["rope", *(str(folder / name) for name in MODELS), "--vectors", str(folder / "vectors")]) == 0
+    return {name: folder / "vectors" / f"{name}.safetensors" for name in MODELS}
+
+
+def rotation_of(name):
+    return "rotary_pos_emb" if name == "qwen3_vl_vision" else "rotary_emb"
+
+
+def check(vectors, tmp_path, capsys, name, changes, **options):
+    """The exit status and the lines of a check of an engine with a fault."""
+    engine = dataclasses.replace(MODELS[name][1], **changes)
+    answer(vectors[name], tmp_path / "answers.safetensors", {rotation_of(name): engine}, **options)
+    capsys.readouterr()
+    status = main(["rope", "--check", str(tmp_path / "answers.safetensors")])
+    return status, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_a_right_engine_raises_no_alarm(vectors, tmp_path, capsys, name, dtype):
+    """Nor one that rounds its results, which is noted, nor another order of the columns of cos and sin."""
+    status, lines = check(vectors, tmp_path, capsys, name, {}, dtype=dtype)
+    assert status == 0 and lines[0].startswith(f"{rotation_of(name)}: right"), lines
+    assert any("rounded to bfloat16" in line for line in lines) == (dtype == BFLOAT16)
+    assert any("laid out for adjacent pairs" in line for line in lines) == (name == "glm")
+
+
+@pytest.mark.parametrize(("name", "changes", "fault"), FAULTS, ids=[f"{name}: {fault}" for name, _, fault in FAULTS])
+@pytest.mark.parametrize("results", [None, ("rotated_query", "rotated_key")], ids=["all", "states"])
+def test_a_fault_is_named(vectors, tmp_path, capsys, name, changes, fault, results):
+    """By itself, from all results and from rotated queries and keys alone."""
+    status, lines = check(vectors, tmp_path, capsys, name, changes, names=results)
+    assert status == 1
+    lines = [line for line in lines if "note: cos and sin are laid out" not in line]
+    assert lines[0].startswith(f"{rotation_of(name)}: WRONG") and len(lines) == 2, lines
+    assert lines[1].strip().startswith(fault), lines
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "faults"),
+    [
+        ("yarn", {"yarn": None, "attention_factor": 1.0}, ("scaling ignored", "attention factor ignored")),
+        ("llama", {"adjacent": True, "round_frequencies": BFLOAT16}, ("adjacent pairs", "frequencies rounded")),
+        ("glm", {"offset": 1, "theta": 1e6}, ("positions one too large", "rope_theta 1e+06")),
+    ],
+)
+def test_two_faults_are_named_together(vectors, tmp_path, capsys, name, changes, faults):
+    status, lines = check(vectors, tmp_path, capsys, name, changes)
+    assert status == 1 and all(fault in lines[1] for fault in faults), lines
+    assert not any("WRONG" in line or " and " in line and "note" not in line for line in lines[2:]), lines
+
+
+def test_an_unknown_fault_is_not_given_a_name(vectors, tmp_path, capsys):
+    shuffled = tuple(reversed(INTERLEAVED[:8])) + INTERLEAVED[8:]
+    status, lines = check(vectors, tmp_path, capsys, "qwen3_vl_text", {"axes": shuffled})
+    assert status == 1 and "no fault that is known here explains it" in lines[1], lines
