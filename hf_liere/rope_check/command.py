@@ -75,7 +75,7 @@ def describe(found: FoundRotation, measurement: Measurement) -> str:
     lines += [f"  {'ALARM':<12}{alarm}" for alarm in measurement.alarms]
     for name, diagnosis in measurement.conversions.items():
         if not diagnosis.is_right:
-            lines.append(f"  {'hazard':<12}{name}: {'; '.join(_describe_causes(diagnosis, fixes=False))}")
+            lines.append(f"  {'hazard':<12}{name}: {'; '.join(_describe_causes(diagnosis))}")
     if measurement.is_right and not found.differs:
         lines.append(f"  {'right':<12}as it is, at two sizes and with a cache")
     return "\n".join(lines)
@@ -145,8 +145,8 @@ def _show_position(diagnosis: Diagnosis) -> str:
     return f"position {numbers[0] if len(numbers) == 1 else '(' + ', '.join(numbers) + ')'}"
 
 
-def _describe_causes(diagnosis: Diagnosis, fixes: bool = True) -> list[str]:
-    """What is wrong, one line for each possible cause; empty if nothing is."""
+def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
+    """What is wrong, a line for each possible cause and, with an indent, one on its fix; empty if nothing is."""
     if diagnosis.is_right:
         return []
     size = (
@@ -156,8 +156,9 @@ def _describe_causes(diagnosis: Diagnosis, fixes: bool = True) -> list[str]:
     )
     lines = []
     for faults in diagnosis.causes:
-        fix = " ".join(dict.fromkeys(FIXES[fault.kind] for fault in faults))
-        lines.append(" and ".join(fault.name for fault in faults) + size + (f". {fix}" if fixes else ""))
+        lines.append(" and ".join(fault.name for fault in faults) + size)
+        if indent:
+            lines += [f"{indent}{fix}" for fix in dict.fromkeys(FIXES[fault.kind] for fault in faults)]
     return lines or ["; ".join([*diagnosis.remarks, f"no fault that is known here explains it{size}"])]
 
 
@@ -227,7 +228,7 @@ def check(path: str, model: str | None = None, **options: Any) -> tuple[str, boo
         lines.append(f"{result.name}: {state} ({', '.join(result.compared)})")
         if result.is_right:
             lines.append(f"  largest error {result.error:.1e} rad at {_show_position(result)}")
-        lines += [f"  {text}" for text in _describe_causes(result)]
+        lines += [f"  {text}" for text in _describe_causes(result, indent="  ")]
         lines += [f"  note: {remark}" for remark in result.remarks if result.is_right or result.causes]
     return "\n".join(lines), all(result.is_right for result in results)
 
