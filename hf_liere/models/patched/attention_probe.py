@@ -317,21 +317,24 @@ class Form:
         key_width: That of the states of which keys and values are made, where these are arguments.
         key_repeats: How many tokens of keys there are for one of queries.
         batch: Dimensions before tokens: of one sample, of none (packed tokens), or of one sample and one row of a grid.
+        counter: Name of an argument that is 1, where attention needs another count than its default.
     """
 
     implementation: str
     width: int
     key_width: int
     batch: tuple[int, ...]
+    counter: str | None
     key_repeats: int = 1
 
 
 def propose_forms(attention: nn.Module, coordinates: torch.Tensor) -> Iterator[Form]:
     widths = dict.fromkeys(module.in_features for module in attention.modules() if hasattr(module, "in_features"))
     batches = [(), (1,), (1, 1)] if coordinates.ndim == 2 else [(1,), (1, 1)]
-    for implementation, width, batch in itertools.product((CAPTURE_ATTENTION, "sdpa"), widths, batches):
+    counters = [None, *(name for name, each in forward_arguments(attention).items() if type(each.default) is int)]
+    for counter, name, width, batch in itertools.product(counters, (CAPTURE_ATTENTION, "sdpa"), widths, batches):
         for key_width in widths if takes(attention, "key") else [width]:
-            yield Form(implementation, width, key_width, batch)
+            yield Form(name, width, key_width, batch, counter)
 
 
 def _call_attention(
@@ -363,7 +366,7 @@ def call_module(
     arguments: tuple,
     shared: "SharedStates | None" = None,
 ):
-    """What an attention module, or a module around it, returns for a few tokens. Raises what it raises."""
+    """What an attention module, or one around it, returns for a few tokens. Raises what it raises."""
     weight = next(module.parameters(), torch.empty(0))
     device, dtype = device_of(module), weight.dtype if weight.is_floating_point() else torch.float32
     known = {
@@ -375,6 +378,7 @@ def call_module(
     # Some modules take cos and sin of keys too.
     rotations = {name: known["position_embeddings"] for name in forward_arguments(module) if is_rotation(name)}
     options = {name: value for name, value in known.items() if takes(module, name)} | rotations
+    options |= {form.counter: 1} if form.counter else {}
     # Attention modules may make tensors, and the default device is meta during construction.
     with device:
         states, keys = (

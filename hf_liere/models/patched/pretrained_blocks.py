@@ -90,12 +90,12 @@ class PretrainedBlocks(PretrainedRope):
         layout: int,
         dtype: torch.dtype,
         coordinates: torch.Tensor,
-        module: nn.Module,
+        rope: nn.Module,
         states: torch.Tensor,
     ) -> tuple[PositionEmbeddings, TokensRotation | None]:
         """As [`PretrainedRope.forward`]; tokens before those with coordinates are not rotated."""
         if layer not in self.place:
-            return self.compute_pretrained(layout, dtype, coordinates, module), None
+            return self.compute_pretrained(layout, dtype, coordinates, rope), None
         # The model's own rotation becomes the identity, times its factor.
         identity = self.layouts[layout].identity(coordinates, dtype)
         # Hidden states are (N, hidden_size), (B, N, hidden_size) or a grid of tokens, (B, …, hidden_size).

@@ -183,7 +183,7 @@ def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> No
     with torch.no_grad():
         layout = encoding.layout_of_layer[layer]
         coordinates = encoding.coordinates(layout, *probe.arguments, **probe.options)
-        pretrained = encoding.compute_pretrained(layout, coordinates.dtype, coordinates, tower.module)
+        pretrained = encoding.compute_pretrained(layout, coordinates.dtype, coordinates, tower.rope(layer))
         before = probe.capture(*split_cos_sin(pretrained))
         planned.attach(encoding)
         try:
@@ -214,7 +214,8 @@ def prepare_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attentio
     # Some models do not rotate in every layer.
     for name in carriers:
         layout, dtype, coordinates = _read_carrier(tower, layer, options[name])
-        options[name], rotation = tower.rotary_encoding(layer, layout, dtype, coordinates, tower, states)
+        rope = tower.get_submodule(tower.rotary_encoding.layouts[layout].layout.rope_name)
+        options[name], rotation = tower.rotary_encoding(layer, layout, dtype, coordinates, rope, states)
         if rotation is not None:
             tower.rotary_patch.hook_projections(tower, layer, attention)
             thread.rotation = (layer, rotation)
@@ -256,7 +257,7 @@ def rotate_inside(tower: nn.Module, layer: int, rope: nn.Module, args, kwargs, o
     if current is not None and current[0] == layer:
         # Queries and keys are rotated already.
         return encoding.layouts[layout].identity(coordinates, dtype)
-    return encoding(layer, layout, dtype, coordinates, tower, coordinates)[0]
+    return encoding(layer, layout, dtype, coordinates, rope, coordinates)[0]
 
 
 def prepare_inside(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs) -> None:
@@ -268,7 +269,8 @@ def prepare_inside(tower: nn.Module, layer: int, names: tuple[str, ...], attenti
         raise RuntimeError(f"Attention layer {layer} got no position_ids, by which its queries and keys are rotated.")
     layout = encoding.layout_of_layer[layer]
     coordinates = encoding.coordinates(layout, states, options["position_ids"])
-    _, rotation = encoding(layer, layout, states.dtype, coordinates, tower, states)
+    rope = tower.get_submodule(encoding.layouts[layout].layout.rope_name)
+    _, rotation = encoding(layer, layout, states.dtype, coordinates, rope, states)
     tower.rotary_patch.hook_projections(tower, layer, attention)
     thread.rotation = (layer, rotation)
 

@@ -122,11 +122,11 @@ class PretrainedRope(LearnedRotations):
         return coordinates[..., :1].to(dtype).expand(*coordinates.shape[:-1], layout + 1), coordinates
 
     def compute_pretrained(
-        self, layout: int, dtype: torch.dtype, coordinates: torch.Tensor, module: nn.Module
+        self, layout: int, dtype: torch.dtype, coordinates: torch.Tensor, rope: nn.Module
     ) -> PositionEmbeddings:
         """The model's own cos and sin; see `forward`."""
         planes = self.layouts[layout]
-        frequencies = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))
+        frequencies = planes.read_frequencies(rope)  # (planes,)
         return planes(coordinates, frequencies.to(coordinates.device), dtype)
 
     def forward(
@@ -135,7 +135,7 @@ class PretrainedRope(LearnedRotations):
         layout: int,
         dtype: torch.dtype,
         coordinates: torch.Tensor,
-        module: nn.Module,
+        rope: nn.Module,
         states: torch.Tensor,
     ) -> tuple[PositionEmbeddings, TokensRotation | None]:
         """
@@ -146,7 +146,7 @@ class PretrainedRope(LearnedRotations):
             layout: The index in `layouts` of what its rotary module computes.
             dtype: That of the model's own cos and sin.
             coordinates: (…, N, A), float32.
-            module: The tower.
+            rope: The rotary module.
             states: (…, prefix + N, hidden_size), the input of attention.
 
         Returns:
@@ -192,14 +192,14 @@ class PretrainedPlanes(PretrainedRope):
         layout: int,
         dtype: torch.dtype,
         coordinates: torch.Tensor,
-        module: nn.Module,
+        rope: nn.Module,
         states: torch.Tensor,
     ) -> tuple[PositionEmbeddings, None]:
         """As [`PretrainedRope.forward`]."""
         if layer not in self.place:
-            return self.compute_pretrained(layout, dtype, coordinates, module), None
+            return self.compute_pretrained(layout, dtype, coordinates, rope), None
         planes = self.layouts[layout]
-        frequencies = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))  # (planes,)
+        frequencies = planes.read_frequencies(rope)  # (planes,)
         rank = 0 if self.config.share_layers else self.place[layer]
         frequencies = frequencies * self.log_factors[rank].to(frequencies.device).exp()
         return planes(coordinates, frequencies.to(coordinates.device), dtype), None

@@ -111,10 +111,11 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
         captured.append(states[: 1 if probe.layer in probe.tower.sources else 2])
         numbers.digit += 1
     found: dict[str, list[StateMaker]] = {}
-    channels = torch.tensor(pairs)  # (planes, 2)
+    channels = torch.tensor(pairs, device="cpu")  # (planes, 2)
     for states in zip(*captured):
         # (1 + digits, H, N, planes, 2)
-        maker = numbers.decode(torch.stack([x[0][..., channels] for x in states]))
+        with torch.device("cpu"):
+            maker = numbers.decode(torch.stack([x[0][..., channels] for x in states]))
         found.setdefault(maker.name, []).append(maker)
     makers = []
     for name, same in found.items():
