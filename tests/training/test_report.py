@@ -320,6 +320,13 @@ def test_what_is_tested_twice_is_counted_once_and_baselines_at_chance_are_left_o
     at_chance = comparisons.make_comparisons({"compare": twice, "chance": 0.5}, table)
     assert at_chance.at_chance == ["Absolute"]
     assert {each.against for each in at_chance.made} == {"RoPE-Mixed"}
+    # A loss is another metric and another test, and less of it is better.
+    for result in (result for cells in table.values() for cell in cells.values() for result in cell.results):
+        result["metrics"]["eval_loss"] = 1 - result["metrics"]["eval_accuracy"]
+    losses = comparisons.make_comparisons({"compare": [*twice[:1], {**twice[0], "metric": "loss"}]}, table)
+    assert losses.distinct == 4 and "Against Absolute (as trained: loss): better: RoPE-Mixed −0." in (
+        comparisons.conclude(losses, table)
+    )
     fewer = comparisons.make_comparisons({"compare": twice}, cells_of("encodings", settings, (0.5, 0.6, 0.6), 4))
     assert fewer.named == 4 and fewer.made == []
 

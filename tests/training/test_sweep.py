@@ -152,6 +152,7 @@ def sweep_file(tmp_path_factory):
     content = {
         "script": "image_classification",
         "recipe": "cifar100",
+        "report": ["losses"],
         "train": [[{"position_encoding": "absolute"}], [{"seed": 0}, {"seed": 1}]],
         "mini": {
             "recipe": str(tmp_path_factory.mktemp("recipe") / "tiny.yaml"),

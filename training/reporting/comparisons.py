@@ -49,6 +49,7 @@ class Comparison:
 
     Attributes:
         kind: "mean", "equal" (within a margin), "share" (of the seeds that solve the task) or "examples" (until then).
+        metric: compared instead of the table's, if any.
         p_value: corrected for the number of distinct tests of the sweep.
     """
 
@@ -56,8 +57,13 @@ class Comparison:
     row: str
     against: str
     column: str
+    metric: str | None
     test: Test
     p_value: float
+
+    def cell(self, table: Table) -> Cell:
+        """One with results in the unit of the comparison."""
+        return Cell(next(iter(table[self.row].values())).results, self.metric)
 
     @property
     def resolved(self) -> bool:
@@ -103,14 +109,16 @@ def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
     tests: dict[tuple, tuple[Any, Test]] = {}
     for entry in sweep.get("compare", []):
         by_condition = "against_condition" in entry
+        metric = f"eval_{entry['metric']}" if "metric" in entry else None
         for (row, column), (base_row, base_column) in (condition_pairs if by_condition else row_pairs)(entry, table):
             base, other = table[base_row].get(base_column), table[row].get(column)
             if base is None or other is None or is_at_chance(base, chance):
                 continue
             found.named += 1
+            base, other = (Cell(cell.results, metric) for cell in (base, other))
             for kind, test in _tests(base, other, found, entry.get("within"), by_condition):
-                identity = kind, frozenset(cell.outcomes.values.tobytes() for cell in (base, other))
-                tests[kind, row, base_column if by_condition else base_row, column] = identity, test
+                identity = kind, metric, frozenset(cell.outcomes.values.tobytes() for cell in (base, other))
+                tests[kind, row, base_column if by_condition else base_row, column, metric] = identity, test
     # What several pairs share, such as a condition under two names, counts once.
     p_values = {identity: test.p_value for identity, test in tests.values()}
     corrected = dict(zip(p_values, holm(list(p_values.values()))))
@@ -273,23 +281,26 @@ def tests_table(found: Comparisons, table: Table) -> tuple[str, str] | None:
         return None
     lines: dict[tuple[str, str], dict[tuple[str, str], Comparison]] = defaultdict(dict)
     for comparison in found.made:
-        lines[comparison.row, comparison.against][comparison.column, comparison.kind] = comparison
-    columns = list(dict.fromkeys((comparison.column, comparison.kind) for comparison in found.made))
+        lines[comparison.row, comparison.against][comparison.column, comparison.kind, comparison.metric] = comparison
+    columns = list(dict.fromkeys((one.column, one.kind, one.metric) for one in found.made))
     titles = {"mean": "", "equal": ": equivalence", "share": ": share solved", "examples": ": examples until solved"}
-    header = ["", "against", *(f"{column}{titles[kind]}" for column, kind in columns)]
+    header = ["", "against", *(f"{column}{titles[kind]}{_of(metric)}" for column, kind, metric in columns)]
     rows = []
     for (row, against), some in lines.items():
-        cell = next(iter(table[row].values()))
-        rows.append([row, against, *(_shown(some.get(column), cell) for column in columns)])
+        rows.append([row, against, *(_shown(some.get(column), table) for column in columns)])
     tests = "distinct test is" if found.distinct == 1 else "distinct tests are"
     said = f"{found.resolved} of {found.distinct} {tests} significant at 5% after Holm's correction."
     return said, markdown(header, rows, "---:")
 
 
-def _shown(comparison: Comparison | None, cell: Cell) -> str:
+def _of(metric: str | None) -> str:
+    return f": {metric.removeprefix('eval_')}" if metric else ""
+
+
+def _shown(comparison: Comparison | None, table: Table) -> str:
     if comparison is None:
         return "–"
-    interval = comparison.test.difference
+    interval, cell = comparison.test.difference, comparison.cell(table)
     text = difference(comparison, cell)
     if comparison.kind in ("mean", "equal"):
         text += f" ({_signed(interval.low, cell)} – {_signed(interval.high, cell)})"
@@ -324,10 +335,10 @@ def _p_value(value: float) -> str:
 
 def conclude(found: Comparisons, table: Table) -> str:
     """What the tests say, or why there are none and what the table shows without them, in one paragraph."""
-    groups: dict[tuple[str, str, str], list[Comparison]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str | None], list[Comparison]] = defaultdict(list)
     for one in found.made:
-        groups[one.kind, one.column, one.against].append(one)
-    parts = [_verdicts(some, next(iter(table[some[0].row].values()))) for some in groups.values()]
+        groups[one.kind, one.column, one.against, one.metric].append(one)
+    parts = [_verdicts(some, some[0].cell(table)) for some in groups.values()]
     seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
     if not found.made:
         if seeds[0] < found.fewest_seeds:
@@ -363,7 +374,8 @@ def _verdicts(some: list[Comparison], cell: Cell) -> str:
         verdicts = {"yes": [*verdicts["better"], *verdicts["worse"]], "not shown": verdicts["not resolved"]}
     said = "; ".join(f"{name}: {', '.join(rows)}" for name, rows in verdicts.items() if rows)
     unit = ", in points" if some[0].kind in ("mean", "equal") and cell.metric() == "eval_accuracy" else ""
-    return f"{TITLES[some[0].kind].format(in_prose(some[0].against))} ({some[0].column}{unit}): {said}."
+    title = TITLES[some[0].kind].format(in_prose(some[0].against))
+    return f"{title} ({some[0].column}{_of(some[0].metric)}{unit}): {said}."
 
 
 def in_prose(row: str) -> str:

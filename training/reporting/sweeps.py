@@ -32,7 +32,7 @@ SCRIPTS = (
     *("clip_finetuning", "language_modeling"),
 )
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "mini")
-COMPARE_KEYS = ("against", "against_condition", "rows", "beside", "under", "within")
+COMPARE_KEYS = ("against", "against_condition", "rows", "beside", "under", "metric", "within")
 # Additional tables in the reports of some sweeps.
 REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
 
@@ -122,8 +122,7 @@ def train_and_evaluate(
             go_on = _remaining_flags(place, evaluation)
             if go_on is not None:
                 script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
-        # Where outcomes have two modes, no mean of losses describes them.
-        evaluated = _read_evaluation(place, "solved_at" not in sweep)
+        evaluated = _read_evaluation(place, _reports_losses(sweep))
         further = _split_lengths(condition, evaluated["metrics"], place)
         results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
     return results
@@ -133,6 +132,12 @@ def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[st
     recipe = Path(sweep["recipe"])
     recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
     return [str(recipe), *passed, *to_flags({**settings, "do_eval": True}, _script(sweep).ARGUMENT_CLASSES)]
+
+
+def _reports_losses(sweep: dict[str, Any]) -> bool:
+    """Whether the report shows or compares losses; else those of all examples would only take space."""
+    compared = any(entry.get("metric") == "loss" for entry in sweep.get("compare", []))
+    return compared or "losses" in sweep.get("report", [])
 
 
 def _script(sweep: dict[str, Any]) -> ModuleType:
@@ -211,7 +216,10 @@ def _history(folder: Path) -> list[list[float]]:
 def _read_evaluation(folder: Path, with_losses: bool) -> dict[str, Any]:
     evaluated = {"metrics": _read(folder / "eval_results.json"), "examples": None, "correct": None}
     found = _read_examples(folder)
-    return evaluated | {name: value for name, value in found.items() if with_losses or name != "losses"}
+    # Those of samples and documents are few, and perplexities are compared by them.
+    return evaluated | {
+        name: value for name, value in found.items() if with_losses or "sizes" in found or name != "losses"
+    }
 
 
 def _read_examples(folder: Path, prefix: str = "") -> dict[str, Any]:
