@@ -4,25 +4,24 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.patched.module_inspection import takes
-from ..models.patched.rope_layout import (
+from ..models.patched.attention_probe import Probe
+from ..models.patched.coordinate_probe import (
     TOKENS,
     CoordinateProbe,
-    RopeLayout,
-    RopeTower,
     find_positions,
-    find_rope_towers,
     frequency_buffers,
+    split_cos_sin,
 )
-from ..models.patched.rope_pairs import HeadPlanes, Probe, find_key_sources
-from ..models.patched.rotating_layers import rotates
+from ..models.patched.module_inspection import takes
+from ..models.patched.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
+from ..models.patched.rope_pairs import Pairs, find_key_sources, find_pairs, rotates
 from .rotation import Rotation, compute_law
 from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
 
@@ -34,6 +33,15 @@ CALL_ERRORS = (AttributeError, LookupError, NameError, RuntimeError, TypeError, 
 
 
 CosSin: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One attention module of a model, with the channels of its heads and the pairs of these that it rotates."""
+
+    probe: Probe
+    head_dim: int
+    pairs: Pairs
 
 
 class UnreadableError(ValueError):
@@ -51,6 +59,7 @@ class FoundRotation:
         options: Arguments that select the type of layers.
         arguments: With which the module was called for a few tokens; only their form matters.
         layers: The attention modules that it serves, and whether each rotates; `None` where a call fails.
+        head: What shows its pairs, or `None`.
         remarks: What could not be found, or does not agree with the configuration.
         differs: Whether the module's own frequencies differ from those of the configuration.
     """
@@ -60,6 +69,7 @@ class FoundRotation:
     options: dict[str, Any]
     arguments: tuple
     layers: dict[str, bool | None]
+    head: Head | None
     remarks: list[str] = field(default_factory=list)
     differs: bool = False
 
@@ -73,16 +83,14 @@ class FoundRotation:
         """(N, A) positions → (N, D) cos and sin of the module, or of a changed copy of it, for states of a type."""
         rope = self.rope if rope is None else rope
         states, like = self.arguments
-        cos, sin = _call(rope, states.to(dtype), _shape_as(positions, like), self.options)
-        return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
+        return _call(rope, states.to(dtype), _shape_as(positions, like), self.options)
 
     def compute_of_image(
         self, size: tuple[int, int], rope: nn.Module | None = None, dtype: torch.dtype = torch.float32
     ) -> CosSin:
         """As `compute_cos_sin`, for an image of (height, width)."""
         rope = self.rope if rope is None else rope
-        cos, sin = _call(rope, torch.zeros(1, 3, *size, dtype=dtype), None, self.options)
-        return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
+        return _call(rope, torch.zeros(1, 3, *size, dtype=dtype), None, self.options)
 
     def coordinates_of_image(self, size: tuple[int, int]) -> torch.Tensor:
         """(N, A), float64, of an image."""
@@ -97,10 +105,11 @@ class FoundRotation:
         return tuple(patch) if isinstance(patch, (list, tuple)) else (patch, patch)
 
 
-def _call(rope: nn.Module, states: torch.Tensor, positions: torch.Tensor | None, options: dict) -> tuple:
+def _call(rope: nn.Module, states: torch.Tensor, positions: torch.Tensor | None, options: dict) -> CosSin:
     arguments = (states,) if positions is None else (states, positions)
     with torch.no_grad():
-        return type(rope).forward(rope, *arguments, **options)
+        cos, sin = split_cos_sin(type(rope).forward(rope, *arguments, **options))
+    return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
 
 
 def _shape_as(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -119,12 +128,11 @@ def find_rotations(model: nn.Module) -> Iterator[FoundRotation | UnreadableError
     Args:
         model: Any model of transformers, on any device; on the meta device nothing needs values.
     """
-    owners = {
-        name.rpartition(".")[0]: None for name, module in model.named_modules() if name and frequency_buffers(module)
-    }
-    for owner in owners:
+    modules = dict(model.named_modules())
+    ropes = [name for name, module in modules.items() if name and frequency_buffers(module)]
+    for target in group_ropes(modules, ropes):
         try:
-            (tower,) = find_rope_towers(model, owner)
+            (tower,) = find_rope_towers(model, target)
         except CALL_ERRORS as error:
             yield UnreadableError(str(error))
             continue
@@ -135,11 +143,16 @@ def find_rotations(model: nn.Module) -> Iterator[FoundRotation | UnreadableError
 
 def _read_tower(model: nn.Module, tower: RopeTower) -> Iterator[FoundRotation | UnreadableError]:
     prefix = f"{tower.name}." if tower.name else ""
-    name = f"{prefix}{tower.rope_name}"
-    rope = _with_values(model, name, tower.rope)
-    for layout in dict.fromkeys(tower.layouts):
-        label = name if layout.layer_type is None else f"{name}:{layout.layer_type}"
+    # Where every layer has a rotary module, the first one stands for those that are equal.
+    groups: dict[tuple, tuple[RopeLayout, nn.Module, list[int]]] = {}
+    for layout in tower.distinct_layouts:
+        rope = _with_values(model, f"{prefix}{layout.rope_name}", tower.module.get_submodule(layout.rope_name))
+        values = tuple(rope._buffers[layout.buffer].flatten().tolist())
         layers = [index for index, other in enumerate(tower.layouts) if other == layout]
+        key = type(rope), replace(layout, rope_name="*" if len(layers) == 1 else layout.rope_name), values
+        groups.setdefault(key, (layout, rope, []))[2].extend(layers)
+    for layout, rope, layers in groups.values():
+        label = f"{prefix}{layout.rope_name}" + ("" if layout.layer_type is None else f":{layout.layer_type}")
         try:
             yield _read_layout(tower, rope, layout, label, layers)
         except CALL_ERRORS as error:
@@ -153,16 +166,20 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
     axes, num_axes = _name_axes(layout, arguments, coordinates.flatten(0, -2))
     first = layout.first_channels()
     planes = tuple(layout.frequencies[channel] for channel in first)
-    buffer = rope._buffers[layout.buffer].detach().double().flatten().cpu()  # (frequencies,)
+    buffer = rope._buffers[layout.buffer].detach().double().flatten()  # (frequencies,)
+    if buffer.isnan().any():
+        raise ValueError("a model without weights does not compute its frequencies; --weights loads them")
     config = getattr(rope, "config", None)
     spectrum = _choose_spectrum(config, layout, buffer)
     law, remarks = spectrum.law, [] if spectrum.remark is None else [spectrum.remark]
     indices = tuple(spectrum.indices[plane] for plane in planes)
     frequencies, factor = (buffer[list(indices)], layout.factor) if law is None else compute_law(law, indices)
-    heads, rotating = _examine_layers(tower, layers)
-    if not any(rotates is not False for rotates in rotating.values()):
+    head, rotating = _examine_layers(tower, layers)
+    if tower.others:
+        remarks.append("which attention modules use it is decided when the model runs")
+    elif not any(state is not False for state in rotating.values()):
         remarks.append("no layer rotates by it")
-    elif heads is None:
+    elif head is None:
         remarks.append("which channels attention rotates is unknown: it cannot be called alone, or moves channels")
     rotation = Rotation(
         name=label,
@@ -171,13 +188,13 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
         num_axes=num_axes,
         channels=layout.planes,
         factor=factor,
-        pairs=None if heads is None else heads.pairs,
-        head_dim=None if heads is None else heads.head_dim,
+        pairs=None if head is None else head.pairs,
+        head_dim=None if head is None else head.head_dim,
         law=law,
         frequency_of_plane=indices,
         longest=_find_longest(config, law, num_axes),
     )
-    return FoundRotation(rotation, rope, options, arguments, rotating, remarks, spectrum.differs)
+    return FoundRotation(rotation, rope, options, arguments, rotating, head, remarks, spectrum.differs)
 
 
 def _name_axes(layout: RopeLayout, arguments: tuple, coordinates: torch.Tensor) -> tuple[list[int], int]:
@@ -261,31 +278,32 @@ def _find_longest(config: object, law: dict | None, num_axes: int) -> int:
     return (LONGEST_TEXT if num_axes == 1 else LONGEST_GRID) - 1
 
 
-def _examine_layers(tower: RopeTower, layers: list[int]) -> tuple[HeadPlanes | None, dict[str, bool | None]]:
-    """The pairs of channels that these layers rotate, and whether each does."""
-    heads: HeadPlanes | None = None
+def _examine_layers(tower: RopeTower, layers: list[int]) -> tuple[Head | None, dict[str, bool | None]]:
+    """The head of the first of these layers whose pairs can be seen, and whether each layer rotates."""
+    head: Head | None = None
     rotating: dict[str, bool | None] = {}
     known: dict[tuple, bool | None] = {}
     for layer in layers:
         name, attention = tower.attentions[layer]
         kind = _describe_kind(attention)
         if kind not in known:
-            probe = Probe(tower, layer)
+            probe = Probe.of(tower, layer)
             try:
                 known[kind] = _turns(probe) if layer in tower.sources else rotates(probe)
-                if known[kind] and heads is None:
-                    heads = probe.find_pairs()
+                if known[kind] and head is None:
+                    pairs = find_pairs(probe)
+                    (query, _), _ = probe.rotate_quarter()
+                    head = Head(probe, query.shape[-1], pairs)
             except CALL_ERRORS:
                 known.setdefault(kind, None)
         rotating[name] = known[kind]
-    return heads, rotating
+    return head, rotating
 
 
-@torch.no_grad()
 def _turns(probe: Probe) -> bool:
     """Whether attention that reads the keys of another module rotates its queries."""
-    ones, zeros = probe.make_quarters()
-    return not torch.equal(probe.capture(ones, zeros)[0], probe.capture(zeros, ones)[0])
+    (query, _), (rotated, _) = probe.rotate_quarter()
+    return not torch.equal(query, rotated)
 
 
 def _describe_kind(attention: nn.Module) -> tuple:

@@ -6,8 +6,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_liere.auto import build_without_weights
 from hf_liere.cli import main
-from hf_liere.models.patched.rope_layout import find_rope_towers
-from hf_liere.models.patched.rope_pairs import Probe
+from hf_liere.models.patched.coordinate_probe import TOKENS, split_cos_sin
 from hf_liere.rope_check.measurement import measure
 from hf_liere.rope_check.reading import FoundRotation, find_rotations
 from hf_liere.rope_check.vectors import read_tensors, read_vectors
@@ -66,19 +65,17 @@ def places(found, arguments):
     if found.reads_pixels:
         return found.coordinates_of_image(tuple(arguments[0].shape[-2:]))
     given, axes = arguments[-1], found.rotation.num_axes
-    return given.reshape(axes, -1).T if given.shape[-1] == 7 else given.reshape(-1, axes)
+    return given.reshape(axes, -1).T if given.shape[-1] == TOKENS else given.reshape(-1, axes)
 
 
-def check_attention(model, found):
+def check_attention(found):
     """What attention of transformers makes of the module's own cos and sin, against the rotation in float64."""
-    owner = found.rotation.name.partition(":")[0].rpartition(".")[0]
-    (tower,) = find_rope_towers(model, owner)
-    names = [name for name, rotates in found.layers.items() if rotates]
-    layer = next(index for index, (name, _) in enumerate(tower.attentions) if name in names)
-    probe = Probe(tower, layer)
+    probe = found.head.probe
     with torch.no_grad():
-        cos_sin = type(found.rope).forward(found.rope, *probe.arguments, **probe.options)
-        plain, rotated = probe.capture(*probe.make_quarters()), probe.capture(*cos_sin)
+        cos, sin = split_cos_sin(type(found.rope).forward(found.rope, *probe.arguments, **probe.options))
+        one, zero = torch.ones_like(cos), torch.zeros_like(cos)
+        # Norms after the rotation are left out.
+        plain, rotated = (probe.capture(*angle, None, probe.later_modules) for angle in ((one, zero), (cos, sin)))
     states = dict(zip(("query", "key"), (state[0, 0] for state in plain)))  # (N, head_dim) each
     wanted = found.rotation.compute(places(found, probe.arguments), states)
     for name, state in zip(("query", "key"), rotated):
@@ -109,7 +106,7 @@ def test_healthy_families_raise_no_alarm_and_agree_with_their_vectors(models, tm
             for tensor, value in stored.tensors().items():
                 assert torch.equal(tensors[f"{part.rotation.name}/{tensor}"], value), (label, tensor)
             assert stored.rotation.describe() == part.rotation.describe()
-            if part.rotation.pairs is not None and any(part.layers.values()):
-                check_attention(model, part)
+            if part.head is not None:
+                check_attention(part)
                 checked += 1
     assert checked >= 45

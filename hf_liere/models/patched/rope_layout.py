@@ -122,7 +122,7 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
             "rotary_init='pretrained' has nothing to start from; pass rotary_init='zeros' for models of images that do "
             "not rotate."
         )
-    towers = _group_ropes(modules, ropes)
+    towers = group_ropes(modules, ropes)
     if target is not None and target not in towers:
         raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(towers)}.")
     served = _find_served(modules, towers)
@@ -131,7 +131,7 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     return [_make_tower(modules, tower, sum(towers[tower].values(), []), served[tower]) for tower in chosen]
 
 
-def _group_ropes(modules: dict[str, nn.Module], ropes: list[str]) -> dict[str, dict[str, list[str]]]:
+def group_ropes(modules: dict[str, nn.Module], ropes: list[str]) -> dict[str, dict[str, list[str]]]:
     """
     By name of a tower, and then of each module around rotary modules, the names of these. Where every layer of a stack
     has a rotary module, the module around the stack is the tower.
