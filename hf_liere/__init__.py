@@ -13,6 +13,7 @@ from .geometry.pose_embedding import PoseEmbedding
 from .layer.embedding import LieRotaryEmbedding
 from .layer.grids import grid_positions
 from .models.patched.rotary_patch import RotaryPatchConfig
+from .models.rotation.accumulation import accumulate_rotations
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.transformer.modeling_liere import (
     LieREViTBackbone,
@@ -54,6 +55,7 @@ __all__ = [
     "PoseEmbedding",
     "RotaryPatchConfig",
     "__version__",
+    "accumulate_rotations",
     "batch_of_patches",
     "complete_model",
     "grid_positions",

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and ZeRO-3 in two processes give the logits and the step of one process."""
+"""DDP, FSDP2 and ZeRO-3 in two processes give the logits and the step of one process, also by accumulated gradients."""
 
 import pytest
 import torch
@@ -8,15 +8,17 @@ from fresh_process import run_two_processes
 import hf_liere
 
 
-CASES = [("ddp", "liere"), ("fsdp", "comrope_ld")]
+CASES = [("ddp_accumulated", "liere"), ("fsdp", "comrope_ld")]
 CASES += [
     pytest.param(kind, encoding, marks=pytest.mark.slow)
     for kind, encoding in (
         ("fsdp_small", "comrope_ld"),
+        ("ddp", "liere"),
         ("ddp", "rope_mixed"),
         ("ddp", "comrope_ld"),
         ("fsdp", "rope_mixed"),
         ("fsdp", "liere"),
+        ("fsdp_accumulated", "liere"),
     )
 ]
 CASES += [pytest.param("zero3", encoding, marks=pytest.mark.slow) for encoding in ("liere", "comrope_ld")]

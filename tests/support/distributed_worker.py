@@ -3,9 +3,10 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/support/distributed_worker.py KIND CONFIG_DIR BATCH OUTPUT
 
 KIND is `ddp`; `fsdp` for FSDP2 block by block, `fsdp_small` with units of single projections and of the rotary encoding
-too; or `zero3` for DeepSpeed.
+too; `ddp_accumulated` and `fsdp_accumulated` with a micro-batch for each sample; or `zero3` for DeepSpeed.
 """
 
+import contextlib
 import os
 import sys
 
@@ -44,12 +45,30 @@ def shard(model, kind):
 
 def step(model, kind, batch):
     """Logits of this process; the model has the new weights."""
-    wrapped = DistributedDataParallel(model) if kind == "ddp" else shard(model, kind)
+    wrapped = DistributedDataParallel(model) if kind.startswith("ddp") else shard(model, kind)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    outputs = wrapped(**batch)
-    outputs.loss.backward()
+    size = 1 if kind.endswith("accumulated") else len(batch["labels"])
+    parts = [dict(zip(batch, part)) for part in zip(*(values.split(size) for values in batch.values()))]
+    logits = []
+    for index, part in enumerate(parts):
+        with micro_batch(wrapped, is_last=index == len(parts) - 1):
+            outputs = wrapped(**part)
+            (outputs.loss / len(parts)).backward()
+        logits.append(outputs.logits)
     optimizer.step()
-    return outputs.logits
+    return torch.cat(logits)
+
+
+@contextlib.contextmanager
+def micro_batch(model, is_last):
+    """As accelerate's `accumulate`."""
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(hf_liere.accumulate_rotations(model, sync_gradients=is_last))
+        if not isinstance(model, DistributedDataParallel):
+            model.set_requires_gradient_sync(is_last)
+        elif not is_last:
+            contexts.enter_context(model.no_sync())
+        yield
 
 
 def zero3_step(model, batch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkout import ROOT
 from encoding_cases import LEARNED, block_size
+from rotating import Operators
 from training_helpers import assert_same_weights, main, train, weights, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
@@ -71,6 +72,18 @@ def test_accumulated_batches_equal_one_batch(parquet, tmp_path):
     parts = train(tmp_path / "two", *flags, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 4)
     assert_same_weights(tmp_path / "one", tmp_path / "two", 1e-6)
     assert whole["train_loss"] == pytest.approx(parts["train_loss"], abs=1e-6)
+
+
+def test_rotations_of_accumulated_batches_are_computed_once(parquet, tmp_path):
+    flags = ("--train_files", parquet, "--position_encoding", "liere", "--num_train_epochs", 1, "--optim", "sgd")
+    flags += ("--learning_rate", 0.1, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 4)
+    # Clipped, so that all weights depend on all gradients.
+    flags += ("--max_grad_norm", 0.01)
+    for name, given, passes in (("plain", (), 10), ("accumulated", ("--accumulate_rotations",), 3)):
+        with Operators() as operators:
+            train(tmp_path / name, *flags, *given)
+        assert operators.names.count("block_rotations_backward") == passes
+    assert_same_weights(tmp_path / "plain", tmp_path / "accumulated", 1e-7)
 
 
 def tiny_trainer(tmp_path, factor=1.0, **fields):

@@ -230,6 +230,11 @@ class RunArguments(TrainingArguments):
     rotary_learning_rate_factor: float = flag(
         1.0, "Learning rate of the rotations' parameters, as a multiple of the others'."
     )
+    accumulate_rotations: bool = flag(
+        False,
+        "With gradient_accumulation_steps, compute the rotations of LieRE and their backward pass once per optimizer "
+        "step. Takes memory for the sums of their gradients; not with DeepSpeed.",
+    )
     per_device_eval_batch_size: int = flag(64, "Examples per process in an evaluation.")
     remove_unused_columns: bool = flag(
         False, "Must stay off: the data loader yields examples, not columns of the model."
@@ -260,6 +265,8 @@ class RunArguments(TrainingArguments):
             )
         if not self.average_tokens_across_devices:
             raise InputError("--average_tokens_across_devices must stay on: the loss is a mean over all processes.")
+        if self.accumulate_rotations and self.deepspeed_plugin is not None:
+            raise InputError("--accumulate_rotations is not supported with DeepSpeed; accepted: plain runs, DDP, FSDP.")
         if self.total_train_batch_size is not None:
             self.per_device_train_batch_size = self._share_of_batch()
         self._check_hub()

@@ -1,5 +1,6 @@
 """Trainer with parameter groups for rotations and a stop at the first NaN; exact classification loss and metrics."""
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
+from hf_liere import accumulate_rotations
 from hf_liere.errors import InputError
 from training.data.augmentation import IGNORED_LABEL, EpochSampler
 from training.engine.pushing import HubPushes
@@ -45,7 +47,11 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         self._last_log: tuple[float, int] | None = None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        context = contextlib.nullcontext()
+        if self.args.accumulate_rotations:
+            context = accumulate_rotations(model, sync_gradients=self.accelerator.sync_gradients)
+        with context:
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self._require_finite("loss", loss)
         # With fp16, gradients may overflow; the scaler then skips the step.
         if self.accelerator.sync_gradients and self.accelerator.scaler is None:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ..rotation.accumulation import RotationAccumulation
 from ..rotation.closed_forms import plane_rotations
 from ..rotation.dispatch import values_are_unknown, working_dtype
 from ..rotation.exponential import layer_block_rotations, skew, skew_entries
@@ -279,6 +280,7 @@ class LieRE(RotaryEncoding):
         super().__init__(config, num_axes)
         shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
         self.generators = self.new_parameter(*shape)
+        self.rotation_accumulation = RotationAccumulation()
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
@@ -306,18 +308,26 @@ class LieRE(RotaryEncoding):
         those at its negative multiples their transposes, see `scaling_and_squaring.Rays`.
         Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
         """
-        settled, rays = positions.settle(), None
+        settled, rays, key = positions.settle(), None, None
         placed = settled.locate()
+        entries = self.entries(placed.coordinates.device)  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
+        num_layers = entries[:, layers].shape[1]
+        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
+        at_once = num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES
         if isinstance(settled, GridPositions):
             rays = settled.facts.rays
-        entries = self.entries(placed.coordinates.device)[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
-        num_layers = entries.shape[1]
-        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
-        if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
-            return self.rotations_from(placed, entries, dtype, rays)
-        # Copies, because frameworks that shard parameters free them when this module returns.
-        parts = [part.clone() for part in entries.split(1, dim=1)]
-        return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
+            key = (settled.facts, layers.start, dtype, self.rotation_dtype) if at_once else None
+
+        def compute(entries: torch.Tensor) -> Iterable[Rotation]:
+            chosen = entries[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
+            if at_once:
+                return self.rotations_from(placed, chosen, dtype, rays)
+            # Copies, because frameworks that shard parameters free them when this module returns.
+            parts = [part.clone() for part in chosen.split(1, dim=1)]
+            return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
+
+        # Replicas of `DataParallel` share the accumulation and have no parameters.
+        return self.rotation_accumulation.rotations(key, entries, compute) if self._parameters else compute(entries)
 
 
 class RoundedPlanes(LieRE):
