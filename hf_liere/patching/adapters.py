@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..models.patched.modeling_patched import RotaryModelMixin
-from ..models.patched.module_inspection import linear_layer, projections
+from ..models.patched.module_inspection import linear_layer
 from ..models.patched.rotary_patch import RotaryPatchConfig, plan
 from ..models.patched.tower_patch import TowerPatch, TowerPlan, patched_towers
 from ..storage.loading import local_path, parse_json
@@ -205,13 +205,16 @@ def parse_adapter(content: dict[str, Any], path: Path) -> tuple[RotaryPatchConfi
 
 
 def _fingerprint(tower: nn.Module, patch: TowerPatch) -> dict:
-    attentions, base = patch.attentions(tower), patch.describe_base(tower)
-    config = getattr(attentions[0], "config", None) or tower.config
-    model_type = config.model_type.removeprefix("rotary_")
-    return {"model_type": model_type, "layers": len(attentions), **base, "weights": _sketch(attentions)}
+    attentions = patch.attentions(tower)
+    return {
+        "model_type": patch.model_type(tower),
+        "layers": len(attentions),
+        **patch.describe_base(tower),
+        "weights": _sketch([module for attention in attentions for module in patch.weighted_modules(attention)]),
+    }
 
 
-def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
+def _sketch(modules: list[nn.Module]) -> list[list[float]] | None:
     """
     Count sketch of each query and key projection: signed sums of its weights over `SKETCH_SIZE` index classes; `None`
     if a weight is quantized, sharded or on the meta device.
@@ -220,21 +223,18 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     bfloat16 gives 0.2%, where hashes would simply differ.
     """
     sketches = []
-    for attention in attentions:
-        # Models with RoPE may use any names for their projections.
-        found = projections(attention) or [module for module in attention.modules() if hasattr(module, "out_features")]
-        for projection in found:
-            weight = linear_layer(projection).weight
-            # Also covers values that are on another process.
-            is_here = isinstance(weight, torch.Tensor) and not isinstance(weight, DTensor) and weight.numel()
-            if not is_here or not weight.is_floating_point() or weight.is_meta:
-                return None
-            values = weight.detach().to("cpu", torch.float64).flatten()
-            # A multiplicative hash (Knuth, vol. 3, §6.4) of the index determines the sign and the class.
-            mixed = torch.arange(len(values)) * 2654435761 % 2**32
-            signed = values * (1 - 2 * (mixed >> 31))
-            sums = values.new_zeros(SKETCH_SIZE).index_add(0, (mixed >> 8) % SKETCH_SIZE, signed)
-            sketches.append([float(f"{value:.5g}") for value in sums.tolist()])
+    for module in modules:
+        weight = linear_layer(module).weight
+        # Also covers values that are on another process.
+        is_here = isinstance(weight, torch.Tensor) and not isinstance(weight, DTensor) and weight.numel()
+        if not is_here or not weight.is_floating_point() or weight.is_meta:
+            return None
+        values = weight.detach().to("cpu", torch.float64).flatten()
+        # A multiplicative hash (Knuth, vol. 3, §6.4) of the index determines the sign and the class.
+        mixed = torch.arange(len(values)) * 2654435761 % 2**32
+        signed = values * (1 - 2 * (mixed >> 31))
+        sums = values.new_zeros(SKETCH_SIZE).index_add(0, (mixed >> 8) % SKETCH_SIZE, signed)
+        sketches.append([float(f"{value:.5g}") for value in sums.tolist()])
     return sketches
 
 

@@ -278,7 +278,7 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
     else:
         visible = _find_visible(math.prod(grid), embeddings, args, kwargs, output)
         if visible is not None:
-            patches = _place_grid(tower, grid, device).coordinates[visible.to(device)]  # (B, visible, A)
+            patches = place_grid(tower, grid, device).coordinates[visible.to(device)]  # (B, visible, A)
     num_patches = math.prod(grid) if patches is None else patches.shape[-2]
     prefix_length = tokens.shape[1] - num_patches
     if prefix_length < 0:
@@ -287,7 +287,7 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
         )
     centre = rotated_prefix(rotary_patch) if rotary_patch.config.rotate_prefix else 0.0
     if patches is None:
-        positions = _place_grid(tower, grid, device, prefix_length, centre)
+        positions = place_grid(tower, grid, device, prefix_length, centre)
     else:
         positions = TokenPositions.from_coordinates(patches, prefix_length, centre)
     # One rotation per layer, with matrices for (1 or B, 1 or H, prefix + patches).
@@ -311,12 +311,12 @@ def _place_samples(tower: nn.Module, shapes: torch.Tensor, length: int, device) 
     """(B, length, 2) coordinates for one grid (height, width) per sample; padding tokens are at coordinate 0."""
     samples = []
     for grid in map(tuple, shapes.tolist()):
-        positions = _place_grid(tower, grid, device).coordinates  # (rows · columns, 2)
+        positions = place_grid(tower, grid, device).coordinates  # (rows · columns, 2)
         samples.append(nn.functional.pad(positions, (0, 0, 0, length - len(positions))))
     return torch.stack(samples)
 
 
-def _place_grid(
+def place_grid(
     tower: nn.Module,
     grid: tuple[int, ...],
     device: torch.device,

@@ -10,7 +10,6 @@ rotary module inside an attention module serves that one alone, and the hook on 
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from .pretrained_blocks import PretrainedBlocks
 from .pretrained_rope import PretrainedPlanes
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
 from .rope_pairs import choose_rotating_layers, find_key_sources
-from .tower_patch import TowerPatch, TowerPlan, detach, thread
+from .tower_patch import OutputHooks, TowerPatch, TowerPlan, detach, thread
 
 
 @dataclass
@@ -33,11 +32,11 @@ class RopePatch(TowerPatch[RopeTower]):
 
     Attributes:
         layouts: The distinct layouts of its attention modules.
-        rotating: By layer and name, the module whose output [`rotate_states`] rotates, and the handle of that hook.
+        outputs: By layer and name, the hook [`rotate_states`] on a module.
     """
 
     layouts: list[RopeLayout]
-    rotating: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
+    outputs: OutputHooks = field(default_factory=OutputHooks)
 
     def describe_base(self, module: nn.Module) -> dict:
         """With the frequencies that the rotations start from."""
@@ -83,19 +82,11 @@ class RopePatch(TowerPatch[RopeTower]):
         """Rotate the outputs of the current projections: adapters such as LoRA put other modules around them."""
         for name in module.rotary_encoding.makers[layer]:
             projection = attention.get_submodule(name)
-            known, handle = self.rotating.get((layer, name), (None, None))
-            if known is projection:
-                continue
-            if handle is not None:
-                handle.remove()
-            handle = projection.register_forward_hook(partial(rotate_states, module, layer, name))
-            self.rotating[layer, name] = (projection, handle)
+            self.outputs.follow((layer, name), projection, partial(rotate_states, module, layer, name))
 
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
-        while self.rotating:
-            _, (_, handle) = self.rotating.popitem()
-            handle.remove()
+        self.outputs.remove()
 
 
 def read_start(module: nn.Module, layout: RopeLayout) -> torch.Tensor:

@@ -251,9 +251,7 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
     Raises:
         ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
     """
-    patched = [name or model._get_name() for name, _ in patched_towers(model)]
-    if patched:
-        raise ValueError(f"{', '.join(patched)} is patched already; call unpatch(model) first.")
+    require_unpatched(model)
     if config.rotary_init == "pretrained":
         return plan_rope(model, config)
     try:
@@ -275,6 +273,13 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
     return [_plan_tower(tower, config) for tower in towers]
 
 
+def require_unpatched(model: nn.Module) -> None:
+    """Raise `ValueError` if any part of a model is patched."""
+    patched = [name or model._get_name() for name, _ in patched_towers(model)]
+    if patched:
+        raise ValueError(f"{', '.join(patched)} is patched already; call unpatch(model) first.")
+
+
 def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan[Tower]:
     refuse_rotating(tower.module, tower.attentions)
     layers = tower.choose_layers(config.layers)
@@ -286,13 +291,33 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan[Tower]:
     if config.keep_absolute != "interpolate":
         _check_table(tower, config)
     heads, head_dim = shapes.pop()
-    grid = tower.train_grid
+    rotary_config = make_tower_config(config, tower.train_grid, len(layers), heads, head_dim)
+    patch = RotaryPatch(
+        config,
+        tower.attention_names(layers),
+        embeddings_name=next(name for name, module in tower.module.named_modules() if module is tower.embeddings),
+        train_grid=tower.train_grid,
+        coordinates=str(rotary_config.coordinates),
+        is_flexible=tower.is_flexible,
+    )
+    return TowerPlan(tower, patch, partial(build_rotary_encoding, rotary_config, len(tower.train_grid)))
+
+
+def make_tower_config(
+    config: RotaryPatchConfig, grid: tuple[int, ...], layers: int, heads: int, head_dim: int
+) -> TowerConfig:
+    """
+    The configuration of rotations by the position in a grid.
+
+    Raises:
+        ValueError: if there are no such rotations.
+    """
     shared = {field.name: getattr(config, field.name) for kind in (RotaryFields, GridFields) for field in fields(kind)}
     try:
-        rotary_config = TowerConfig(
+        return TowerConfig(
             **shared,
             num_axes=len(grid),
-            num_hidden_layers=len(layers),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             head_dim=head_dim,
             train_grid=grid,
@@ -300,15 +325,6 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan[Tower]:
         )
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error
-    patch = RotaryPatch(
-        config,
-        tower.attention_names(layers),
-        embeddings_name=next(name for name, module in tower.module.named_modules() if module is tower.embeddings),
-        train_grid=grid,
-        coordinates=str(rotary_config.coordinates),
-        is_flexible=tower.is_flexible,
-    )
-    return TowerPlan(tower, patch, partial(build_rotary_encoding, rotary_config, len(grid)))
 
 
 def _check_table(tower: Tower, config: RotaryPatchConfig) -> None:

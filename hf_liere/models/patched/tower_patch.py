@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from .module_inspection import device_of
+from .module_inspection import device_of, projections
 
 
 # The state of a running forward pass belongs to its thread, never to a module.
@@ -60,6 +60,27 @@ class AttentionTower:
         return [self.attentions[layer][0][start:] for layer in layers]
 
 
+class OutputHooks:
+    """Hooks on the outputs of modules in places where adapters such as LoRA may put another module."""
+
+    def __init__(self):
+        self.current: dict[Any, tuple[nn.Module, Any]] = {}
+
+    def follow(self, place: Any, module: nn.Module, hook: Callable) -> None:
+        """Move the hook of a place to the module that is there now."""
+        known, handle = self.current.get(place, (None, None))
+        if known is module:
+            return
+        if handle is not None:
+            handle.remove()
+        self.current[place] = (module, module.register_forward_hook(hook))
+
+    def remove(self) -> None:
+        while self.current:
+            _, (_, handle) = self.current.popitem()
+            handle.remove()
+
+
 Patchable = TypeVar("Patchable", bound=AttentionTower)
 
 
@@ -81,6 +102,16 @@ class TowerPatch(Generic[Patchable]):
     def attentions(self, module: nn.Module) -> list[nn.Module]:
         """The rotated attention modules of the tower."""
         return [module.get_submodule(name) for name in self.attention_names]
+
+    def model_type(self, module: nn.Module) -> str:
+        """The kind of model by which adapters recognise their tower, patched or not."""
+        config = getattr(self.attentions(module)[0], "config", None) or module.config
+        return config.model_type.removeprefix("rotary_")
+
+    def weighted_modules(self, attention: nn.Module) -> list[nn.Module]:
+        """The modules of an attention module by whose weights adapters recognise their tower."""
+        # Models with RoPE may use any names for their projections.
+        return projections(attention) or [module for module in attention.modules() if hasattr(module, "out_features")]
 
     def describe_base(self, module: nn.Module) -> dict:
         """The facts by which adapters recognise their tower, patched or not."""
