@@ -3,6 +3,8 @@
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
+from .diffusion.diffusion_patch import set_frequency_schedule
+from .diffusion.schedules import FrequencySchedule, ScheduleInput
 from .geometry.orientations import (
     matrix_to_rotation_vector,
     quaternion_to_rotation_vector,
@@ -28,7 +30,7 @@ from .models.transformer.modeling_liere_tokens import (
 )
 from .models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .models.transformer.patch_batches import batch_of_patches
-from .patching import peft_adapters  # noqa: F401 (guards peft once that is imported)
+from .patching import diffusers_models, peft_adapters  # noqa: F401 (guard these libraries once they are imported)
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
 from .renames import warn_of_renames
@@ -39,6 +41,7 @@ register()
 warn_of_renames(__name__, {})
 
 __all__ = [
+    "FrequencySchedule",
     "LieRETokensConfig",
     "LieRETokensForSequenceClassification",
     "LieRETokensForTokenClassification",
@@ -54,6 +57,7 @@ __all__ = [
     "LieRotaryEmbedding",
     "PoseEmbedding",
     "RotaryPatchConfig",
+    "ScheduleInput",
     "__version__",
     "accumulate_rotations",
     "batch_of_patches",
@@ -70,6 +74,7 @@ __all__ = [
     "rotation_vector_to_quaternion",
     "save_rotary",
     "set_absolute_weight",
+    "set_frequency_schedule",
     "unpatch",
     "upgrade_encoding",
 ]

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.module_inspection import linear_layer
-from ..models.patched.rotary_patch import RotaryPatchConfig, plan
+from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import TowerPatch, TowerPlan, patched_towers
 from ..storage.loading import local_path, parse_json
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .apply import attach_plans, require_patched
+from .apply import attach_plans, make_plans, require_patched
 
 
 SKETCH_SIZE = 32
@@ -137,7 +137,7 @@ def load_rotary(
             for name, value in tensors.items():
                 current[name].copy_(value)
         return model
-    plans = plan(model, config)
+    plans = make_plans(model, config)
     found = [_fingerprint(planned.tower.module, planned.patch) for planned in plans]
     _check_bases(bases, found, source, check_weights)
     encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]

@@ -9,6 +9,7 @@ import wrapt
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..diffusion.diffusion_patch import is_diffusion_model, plan_diffusion
 from ..models.patched.modeling_patched import (
     RotaryModelMixin,
     is_restorable,
@@ -16,7 +17,7 @@ from ..models.patched.modeling_patched import (
     patch_in_place,
     unpatch_in_place,
 )
-from ..models.patched.rotary_patch import RotaryPatchConfig, plan
+from ..models.patched.rotary_patch import RotaryPatchConfig, plan, require_unpatched
 from ..models.patched.tower_patch import patched_towers
 from .plain_rope import PlainRope
 
@@ -74,7 +75,15 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
         raise ValueError(
             f"{config!r} must be a RotaryPatchConfig, such as RotaryPatchConfig(position_encoding='liere')."
         )
-    return attach_plans(model, plan(model, config))
+    return attach_plans(model, make_plans(model, config))
+
+
+def make_plans(model: nn.Module, config: RotaryPatchConfig) -> list:
+    """The first half of [`patch`]: check a configuration against a model of transformers or of diffusers."""
+    if not is_diffusion_model(model):
+        return plan(model, config)
+    require_unpatched(model)
+    return plan_diffusion(model, config)
 
 
 def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:

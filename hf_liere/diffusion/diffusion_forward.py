@@ -1,0 +1,286 @@
+"""
+The forward pass of a patched transformer of diffusers.
+
+Coordinates travel behind the channels of the model's own cos, so whatever the model does with it (concatenation,
+padding, checkpointing) is done with the coordinates. A hook on every attention module takes them off.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.encoding.positions import TokenPositions
+from ..models.patched.patched_forward import place_grid
+from ..models.patched.tower_patch import thread
+from ..models.rotation.dispatch import product_dtype
+from .families import PlaneTable
+from .rotations import PretrainedFrequencies, StateRotations, Turn, apply_turn, identity_turn
+
+
+# By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
+STATE_MODULES = {
+    "image": {"query": ("norm_q", "to_q"), "key": ("norm_k", "to_k")},
+    "text": {"query": ("norm_added_q", "add_q_proj"), "key": ("norm_added_k", "add_k_proj")},
+}
+# The entry of the dictionary in which a model that does not rotate passes positions on to attention.
+POSITIONS = "rotary_positions"
+
+
+def state_module(attention: nn.Module, stream: str, part: str) -> nn.Module | None:
+    """The last module before queries or keys of a stream are rotated."""
+    found = (getattr(attention, name, None) for name in STATE_MODULES[stream][part])
+    return next((module for module in found if module is not None), None)
+
+
+class CarryingRope:
+    """A rotary object that is not a module, with coordinates behind its output."""
+
+    def __init__(self, tower: nn.Module, rope: Any):
+        self.tower, self.rope = tower, rope
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("tower", "rope") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.rope, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return carry_coordinates(self.tower, self.rope, args, kwargs, self.rope(*args, **kwargs))
+
+
+def carry(turn: Turn, coordinates: torch.Tensor, level: torch.Tensor | None = None) -> Turn:
+    """A rotation with coordinates, and the noise level if there is one, behind its channels."""
+    if level is not None:
+        level = level.to(coordinates).expand(*coordinates.shape[:-1], 1)
+        coordinates = torch.cat([coordinates, level], dim=-1)  # (…, N, A + 1)
+    if isinstance(turn, torch.Tensor):
+        return torch.cat([turn, coordinates.to(turn.dtype)], dim=-1)  # (…, N, planes + A)
+    cos, sin = turn
+    # sin keeps the type of the model; half types would round coordinates.
+    wide = torch.promote_types(cos.dtype, torch.float32)
+    return torch.cat([cos.to(wide), coordinates.to(wide)], dim=-1), sin  # (…, N, D + A), (…, N, D)
+
+
+def take_off(turn: Turn, table: PlaneTable) -> tuple[Turn, torch.Tensor, torch.Tensor | None]:
+    """The inverse of [`carry`]: the rotation, its (…, N, A) coordinates, and the noise level."""
+    carrier = turn if isinstance(turn, torch.Tensor) else turn[0]
+    channels = len(table.axes) * (1 if carrier.is_complex() else 2)
+    carried = carrier[..., channels:]  # (…, N, A or A + 1)
+    if carried.shape[-1] not in (table.num_axes, table.num_axes + 1):
+        raise RuntimeError(
+            f"Attention got rotations of {carrier.shape[-1]} channels, which do not come from the patched model: "
+            "the positions of its tokens are unknown. Call the model around it, or unpatch the model."
+        )
+    carried = carried.real if carried.is_complex() else carried
+    coordinates, level = carried[..., : table.num_axes], carried[..., table.num_axes :]
+    plain = carrier[..., :channels]
+    return (
+        plain if isinstance(turn, torch.Tensor) else (plain.to(turn[1].dtype), turn[1]),
+        coordinates,
+        level.flatten()[0] if level.shape[-1] else None,
+    )
+
+
+def record_noise_level(names: tuple[str, ...], model: Any, args: tuple, kwargs: dict) -> None:
+    """Forward pre-hook of a model with a schedule: keeps the noise level until the rotary module is called."""
+    options = {**dict(zip(names, args)), **kwargs}
+    timestep = options["t"] if "t" in names else options["timestep"]
+    level = model.rotary_patch.noise_level(torch.as_tensor(timestep).float().flatten())  # (B,)
+    if not torch.compiler.is_compiling() and (level != level[0]).any():
+        raise RuntimeError(f"The samples have different noise levels, {level.tolist()}; a schedule needs one.")
+    thread.noise_level = level[0]
+
+
+def _noise_level(patch: Any) -> torch.Tensor | None:
+    """That of the forward pass, if a schedule asks for it."""
+    return getattr(thread, "noise_level", None) if patch.schedule is not None else None
+
+
+def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    """Forward hook of a rotary module: coordinates travel behind its output."""
+    patch = tower.rotary_patch
+    coordinates, level = patch.family.coordinates(rope, *args, **kwargs), _noise_level(patch)
+    if patch.family.text == "separate":
+        return tuple(carry(turn, places, level) for turn, places in zip(output, coordinates))
+    return carry(output, coordinates, level)
+
+
+def carry_argument(names: tuple[str, ...], model: Any, args: tuple, kwargs: dict) -> Any:
+    """Forward pre-hook of a model that receives its rotations: coordinates travel behind them."""
+    patch, options = model.rotary_patch, {**dict(zip(names, args)), **kwargs}
+    turn = options.get(patch.family.argument)
+    if turn is None:
+        raise RuntimeError(f"{type(model).__name__} got no {patch.family.argument}, so it would not rotate: pass it.")
+    coordinates = find_coordinates(turn, patch.table)  # (N, A)
+    options[patch.family.argument] = carry(turn, coordinates, _noise_level(patch))
+    return tuple(options.pop(name) for name in names[: len(args)]), options
+
+
+def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], table: PlaneTable) -> torch.Tensor:
+    """
+    (…, N, A) coordinates from cos and sin of adjacent channels: every axis from its slowest plane, whose angle is below
+    a turn, and then from faster ones, whose whole turns are known by then.
+
+    Raises:
+        RuntimeError: if these are not the rotations of such planes.
+    """
+    cos, sin = (part[..., ::2].double() for part in turn)  # (…, N, planes) each
+    angles = torch.atan2(sin, cos)
+    axes = []
+    for axis in range(table.num_axes):
+        planes = [plane for plane, number in enumerate(table.axes) if number == axis]
+        place = torch.zeros_like(angles[..., 0])
+        for plane in sorted(planes, key=lambda plane: table.frequencies[plane]):
+            place = place + _wrap(angles[..., plane] - place * table.frequencies[plane]) / table.frequencies[plane]
+        axes.append(place)
+    coordinates = torch.stack(axes, dim=-1)  # (…, N, A)
+    if not torch.compiler.is_compiling():
+        expected = coordinates[..., list(table.axes)] * coordinates.new_tensor(table.frequencies)
+        if _wrap(angles - expected).abs().max() > 1e-3:
+            raise RuntimeError(
+                "The given rotations are not those of one coordinate on every axis times the frequencies that "
+                "diffusers' pipelines use for this model; unpatch the model."
+            )
+    return coordinates.float()
+
+
+def _wrap(angles: torch.Tensor) -> torch.Tensor:
+    """Angles from −π to π."""
+    return torch.remainder(angles + math.pi, 2 * math.pi) - math.pi
+
+
+def carry_positions(names: tuple[str, ...], model: Any, args: tuple, kwargs: dict) -> Any:
+    """Forward pre-hook of a model that does not rotate: positions travel among the arguments of attention."""
+    patch, options = model.rotary_patch, {**dict(zip(names, args)), **kwargs}
+    latents = options["hidden_states"]  # (B, C, height, width)
+    grid = tuple(size // model.config.patch_size for size in latents.shape[-2:])
+    argument, positions = patch.family.argument, place_grid(model, grid, latents.device)
+    # In a function, because hooks that move inputs between devices would call methods of the positions.
+    options[argument] = {**(options.get(argument) or {}), POSITIONS: lambda: positions}
+    return tuple(options.pop(name) for name in names[: len(args)]), options
+
+
+def drop_positions(attention: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Forward pre-hook of an attention module that does not rotate, for the arguments of one that does."""
+    return args, {name: value for name, value in kwargs.items() if name != POSITIONS}
+
+
+def prepare_attention(
+    tower: Any, layer: int, names: tuple[str, ...], attention: nn.Module, args: tuple, kwargs: dict
+) -> Any:
+    """Forward pre-hook of an attention module whose arguments have these names: passes the rotation of its layer."""
+    patch, encoding = tower.rotary_patch, tower.rotary_encoding
+    options = {**dict(zip(names, args)), **kwargs}
+    thread.rotation, rotates = None, patch.rotates_states(encoding, layer)
+    given: Any = None
+    if not patch.family.rotates:
+        given = options.pop(POSITIONS, lambda: None)()
+    elif (turns := options.get(patch.family.argument)) is not None:
+        separate = patch.family.text == "separate"
+        parts = [take_off(turn, patch.table) for turn in (turns if separate else [turns])]
+        if isinstance(encoding, PretrainedFrequencies):
+            given = turns = _turn_parts(patch, encoding, layer, parts)
+        else:
+            # Wan's cos has a dimension for heads.
+            given = [places.squeeze(2) if places.ndim == 4 else places for _, places, _ in parts]
+            turns = [turn for turn, *_ in parts]
+        turns = [identity_turn(turn) for turn in turns] if rotates else turns
+        options[patch.family.argument] = tuple(turns) if separate else turns[0]
+    if rotates:
+        patch.hook_outputs(tower, layer, attention)
+        thread.rotation = AttentionPass(tower, layer, given, options, patch.streams(attention))
+    return tuple(options.pop(name) for name in names[: len(args)]), options
+
+
+def _turn_parts(patch: Any, encoding: PretrainedFrequencies, layer: int, parts: list) -> list[Turn]:
+    """The rotations of images, and of text where it has its own, with the frequencies of a layer."""
+    if patch.schedule is None and layer not in encoding.place:
+        return [turn for turn, *_ in parts]
+    size = None
+    if patch.schedule is not None:
+        places = parts[0][1].flatten(0, -2)  # (N, A), of images
+        size = places.amax(0) - places.amin(0) + 1  # (A,)
+    return [encoding(layer, turn, places, patch.schedule, size, level) for turn, places, level in parts]
+
+
+class AttentionPass:
+    """
+    One call of an attention module whose queries and keys are rotated where they are normalised.
+
+    Args:
+        given: The rotation of images; or their (…, N, A) coordinates, and those of text; or the positions of a grid.
+        options: The arguments of attention.
+        streams: The streams of tokens that it rotates.
+
+    Attributes:
+        pending: The (stream, part) that are not rotated yet.
+    """
+
+    def __init__(self, tower: Any, layer: int, given: Any, options: dict, streams: tuple[str, ...]):
+        if options.get("ip_hidden_states") is not None:
+            raise RuntimeError(
+                "The queries of an IP-Adapter are those before the rotation, which this patch replaces: unpatch the "
+                "model, or patch it with position_encoding='rope_mixed'."
+            )
+        self.tower, self.layer, self.given = tower, layer, given
+        self.dtype, self.device = product_dtype(options["hidden_states"]), options["hidden_states"].device
+        self.pending = {(stream, part) for stream in streams for part in STATE_MODULES[stream]}
+        self.rotations: dict[str, Any] = {}
+
+    def rotate(self, stream: str, part: str, states: torch.Tensor) -> torch.Tensor:
+        """R(p) of the queries or keys of a stream."""
+        self.pending.discard((stream, part))
+        encoding, family = self.tower.rotary_encoding, self.tower.rotary_patch.family
+        tokens = states.shape[2 if family.heads_first and states.ndim == 4 else 1]
+        if not isinstance(encoding, StateRotations):
+            missing = tokens - self.given[0][0].shape[-2]
+            text, image = states.split([missing, tokens - missing], dim=2)  # (B, H, …, D) each
+            return torch.cat([text, apply_turn(image, self.given[0])], dim=2)
+        if stream not in self.rotations:
+            self.rotations[stream] = encoding(self.layer, self._place(stream, tokens), self.dtype).to(self.device)
+        rotated = encoding.rotate(self.rotations[stream], states, family.heads_first)
+        return rotated.clone() if family.in_place and rotated.requires_grad else rotated
+
+    def _place(self, stream: str, tokens: int) -> TokenPositions:
+        """The positions of the tokens of a stream; tokens without a position are at 0, where nothing rotates."""
+        if self.given is None:
+            raise RuntimeError(f"Attention layer {self.layer} ran outside its model: the positions are unknown.")
+        if isinstance(self.given, TokenPositions):
+            if self.given.shape[-2] != tokens:
+                raise RuntimeError(f"Attention sees {tokens} tokens, but the image has {self.given.shape[-2]} patches.")
+            return self.given
+        text = self.tower.rotary_patch.family.text
+        coordinates = self.given[stream == "text" and text == "separate"]  # (…, N, A)
+        missing = tokens - coordinates.shape[-2]
+        if text == "first":
+            coordinates = coordinates[..., :tokens, :] if stream == "text" else coordinates[..., -tokens:, :]
+            missing = max(missing, 0)
+        if missing < 0 or (missing and not text.startswith("unrotated")):
+            raise RuntimeError(f"Attention sees {tokens} tokens, but there are {tokens - missing} coordinates.")
+        if missing:
+            rows = (missing, 0) if text == "unrotated_first" else (0, missing)
+            coordinates = nn.functional.pad(coordinates, (0, 0, *rows))  # (…, tokens, A)
+        return TokenPositions(coordinates)
+
+
+def rotate_states(
+    layer: int, stream: str, part: str, module: nn.Module, args: tuple, output: torch.Tensor
+) -> torch.Tensor:
+    """Forward hook of the module that makes the queries or keys of a stream."""
+    current = getattr(thread, "rotation", None)
+    if current is None or current.layer != layer:
+        raise RuntimeError(
+            f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
+            "of its tokens are unknown. Call the model around it, or unpatch the model."
+        )
+    return current.rotate(stream, part, output)
+
+
+def finish_attention(attention: nn.Module, args: tuple, output: Any) -> None:
+    current, thread.rotation = getattr(thread, "rotation", None), None
+    if current is not None and current.pending:
+        raise RuntimeError(
+            f"{type(attention).__name__} of layer {current.layer} made {sorted(current.pending)} in another way than "
+            "when it was patched (fused projections?), so these are not rotated; unpatch the model first."
+        )

@@ -1,0 +1,50 @@
+"""
+Saving of patched transformers of diffusers. With this package imported, `save_pretrained` of a patched model, or of a
+pipeline around it, writes the plain model and beside it the files of `save_rotary`; `from_pretrained` of such a folder
+puts the rotations back.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import wrapt
+from torch import nn
+
+from ..models.patched.tower_patch import patched_towers
+from ..storage.saved_model import ADAPTER_CONFIG
+from .adapters import load_rotary, write_rotations
+
+
+def _save(wrapped: Callable, model: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Wraps `ModelMixin.save_pretrained(save_directory, is_main_process, …)`."""
+    given = dict(zip(("save_directory", "is_main_process"), args)) | kwargs
+    taken = [(tower, tower._modules.pop("rotary_encoding")) for _, tower in patched_towers(model)]
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        for tower, encoding in taken:
+            tower.rotary_encoding = encoding
+    if taken:
+        write_rotations(model, given["save_directory"], is_main_process=given.get("is_main_process", True))
+    return result
+
+
+def _load(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `ModelMixin.from_pretrained(pretrained_model_name_or_path, subfolder=…)`."""
+    result = wrapped(*args, **kwargs)
+    source = args[0] if args else kwargs["pretrained_model_name_or_path"]
+    folder = Path(source or "", kwargs.get("subfolder") or "")
+    if source is not None and (folder / ADAPTER_CONFIG).is_file():
+        load_rotary(result[0] if isinstance(result, tuple) else result, folder)
+    return result
+
+
+def _guard(modeling: ModuleType) -> None:
+    """Install the wrappers once diffusers is imported."""
+    wrapt.wrap_function_wrapper(modeling, "ModelMixin.save_pretrained", _save)
+    wrapt.wrap_function_wrapper(modeling, "ModelMixin.from_pretrained", _load)
+
+
+wrapt.register_post_import_hook(_guard, "diffusers.models.modeling_utils")
