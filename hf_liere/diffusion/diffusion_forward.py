@@ -6,6 +6,7 @@ padding, checkpointing) is done with the coordinates. A hook on every attention 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,11 +83,11 @@ def take_off(turn: Turn, table: PlaneTable) -> tuple[Turn, torch.Tensor, torch.T
     )
 
 
-def record_noise_level(names: tuple[str, ...], model: Any, args: tuple, kwargs: dict) -> None:
+def record_noise_level(names: tuple[str, ...], noise_level: Callable, model: Any, args: tuple, kwargs: dict) -> None:
     """Forward pre-hook of a model with a schedule: keeps the noise level until the rotary module is called."""
     options = {**dict(zip(names, args)), **kwargs}
     timestep = options["t"] if "t" in names else options["timestep"]
-    level = model.rotary_patch.noise_level(torch.as_tensor(timestep).float().flatten())  # (B,)
+    level = noise_level(torch.as_tensor(timestep).float().flatten())  # (B,)
     if not torch.compiler.is_compiling() and (level != level[0]).any():
         raise RuntimeError(f"The samples have different noise levels, {level.tolist()}; a schedule needs one.")
     thread.noise_level = level[0]
@@ -94,7 +95,7 @@ def record_noise_level(names: tuple[str, ...], model: Any, args: tuple, kwargs: 
 
 def _noise_level(patch: Any) -> torch.Tensor | None:
     """That of the forward pass, if a schedule asks for it."""
-    return getattr(thread, "noise_level", None) if patch.schedule is not None else None
+    return None if patch.timestep_hook is None else thread.noise_level
 
 
 def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: Any) -> Any:

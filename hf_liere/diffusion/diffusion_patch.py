@@ -57,8 +57,7 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
         train_grid, coordinates: Patches per axis in training and the convention of their coordinates, for models that
             do not rotate.
         schedule: Of the frequencies, `None` for none.
-        noise_level: As in [`DiffusionFamily`], for the schedule.
-        timestep_hook: The hook that records it.
+        timestep_hook: The hook that records the noise level for the schedule, if that depends on it.
         outputs: Hooks on the modules that make queries and keys.
     """
 
@@ -69,7 +68,6 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
     train_grid: tuple[int, ...] = ()
     coordinates: str = ""
     schedule: Schedule | None = None
-    noise_level: Callable[[torch.Tensor], torch.Tensor] | None = None
     timestep_hook: Any = None
     outputs: OutputHooks = field(default_factory=OutputHooks)
 
@@ -127,9 +125,14 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
                 hook = partial(rotate_states, layer, stream, part)
                 self.outputs.follow((layer, stream, part), state_module(attention, stream, part), hook)
 
+    def remove_schedule(self) -> None:
+        if self.timestep_hook is not None:
+            self.timestep_hook.remove()
+        self.schedule = self.timestep_hook = None
+
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
-        self.schedule = self.timestep_hook = None
+        self.remove_schedule()
         self.outputs.remove()
         rope = getattr(module, self.family.rope) if self.family.rope else None
         if isinstance(rope, CarryingRope):
@@ -301,11 +304,12 @@ def set_frequency_schedule(
         _check_schedule(tower, schedule, noise_level)
     for tower in towers:
         patch = tower.rotary_patch
-        patch.schedule, patch.noise_level = schedule, noise_level or patch.family.noise_level
-        if schedule is not None and patch.timestep_hook is None and patch.noise_level is not None:
-            hook = partial(record_noise_level, tuple(forward_arguments(tower)))
+        patch.remove_schedule()
+        patch.schedule, level = schedule, noise_level or patch.family.noise_level
+        is_static = isinstance(schedule, FrequencySchedule) and schedule.dype is None
+        if schedule is not None and level is not None and not is_static:
+            hook = partial(record_noise_level, tuple(forward_arguments(tower)), level)
             patch.timestep_hook = tower.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-            patch.handles.append(patch.timestep_hook)
 
 
 def _check_schedule(tower: nn.Module, schedule: Schedule | None, noise_level: Callable | None) -> None:

@@ -1,13 +1,28 @@
 """Learned rotations in the transformers of diffusers."""
 
+import textwrap
+from dataclasses import replace
+
 import pytest
 import torch
+from accelerate import cpu_offload
+from fresh_process import run_python
+from peft import LoraConfig, get_peft_model_state_dict
 
-from hf_liere import is_patched, patch, rotary_parameters, unpatch
+from hf_liere import (
+    complete_model,
+    is_patched,
+    load_rotary,
+    patch,
+    rotary_parameters,
+    save_rotary,
+    unpatch,
+)
 
 
 diffusers = pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
-from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, run  # noqa: E402
+from diffusers.hooks import apply_group_offloading  # noqa: E402
+from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, normal, run  # noqa: E402
 
 
 ROTATING = [case for case in CASES if case.rotates]
@@ -81,3 +96,134 @@ def test_learned_frequencies_are_those_of_another_base(case):
         # Angles of LTX are rounded to float32 by diffusers, see above.
         tolerance = 1e-4 if case.name.startswith("LTX") else 1e-5
         assert (run(model, inputs) - expected).abs().max() < tolerance < 1e-3 < (before - expected).abs().max()
+
+
+@patched
+def test_checkpointing_and_offloading(case, config):
+    """Checkpointed layers have the same gradients; weights that come from elsewhere give the same bits."""
+    model, inputs = case.build(), case.inputs()
+    patch(model, config)
+    randomize(model)
+    before, expected = run(model, inputs), gradients(model.train(), inputs)
+    model.enable_gradient_checkpointing()
+    found = gradients(model, inputs)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    model.disable_gradient_checkpointing()
+    with torch.no_grad():
+        cpu = torch.device("cpu")
+        apply_group_offloading(model.eval(), onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+        assert torch.equal(run(model, inputs), before)
+        model = case.build()
+        randomize(patch(model, config))
+        assert torch.equal(run(cpu_offload(model, cpu), inputs), before)
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [pytest.param(*both, marks=() if both == (FLUX, PLANES) else pytest.mark.slow) for both in CONFIGS],
+    ids=[f"{case.name}-{config.position_encoding}" for case, config in CONFIGS],
+)
+def test_compiled_model_is_one_graph(case, config):
+    small = {name: 1 for name in case.config if name in ("num_layers", "num_single_layers", "n_layers")}
+    case = replace(case, config=case.config | small)
+    model, inputs = case.build(), case.inputs()
+    randomize(patch(model, config))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(run(compiled, inputs), run(model, inputs))
+
+
+def test_adapters_in_a_fresh_process(tmp_path):
+    outputs = {}
+    for case, config in CONFIGS:
+        model, name = case.build(), f"{case.name}-{config.position_encoding}"
+        randomize(patch(model, config))
+        save_rotary(model, tmp_path / name)
+        with torch.no_grad():
+            outputs[name] = run(model, case.inputs())
+        with pytest.raises(ValueError, match="trained on other weights"):
+            load_rotary(case.build(seed=1), tmp_path / name)
+    torch.save(outputs, tmp_path / "outputs.pt")
+    code = """
+        import sys
+        from pathlib import Path
+
+        import torch
+        from diffusion_cases import BY_NAME, run
+
+        from hf_liere import load_rotary, unpatch
+
+        folder = Path(sys.argv[1])
+        for name, expected in torch.load(folder / "outputs.pt").items():
+            case = BY_NAME[name.partition("-")[0]]
+            model = load_rotary(case.build(), folder / name)
+            with torch.no_grad():
+                assert torch.equal(run(model, case.inputs()), expected), name
+            print(name)
+        """
+    printed = run_python("-c", textwrap.dedent(code), tmp_path).stdout.split()
+    assert printed == list(outputs)
+
+
+def make_pipeline(transformer):
+    none = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.FluxPipeline(scheduler=scheduler, transformer=transformer, **none)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def sample(pipeline):
+    """Latents of 6 × 4 tokens."""
+    options = {"height": 96, "width": 64, "num_inference_steps": 3, "output_type": "latent"}
+    prompt = {"prompt_embeds": normal(1, 5, 16), "pooled_prompt_embeds": normal(1, 8)}
+    return pipeline(**prompt, **options, generator=torch.Generator().manual_seed(0)).images
+
+
+def test_pipeline_saves_and_loads_rotations_beside_the_plain_model_and_a_lora(tmp_path):
+    model = FLUX.build()
+    pipeline = make_pipeline(model)
+    before = sample(pipeline)
+    patch(model, PLANES)
+    assert torch.equal(sample(pipeline), before)
+    randomize(model)
+    learned = sample(pipeline)
+    assert not torch.equal(learned, before)
+    with pytest.raises(ValueError, match="save_rotary"):
+        complete_model(model)
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    none = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    restored = diffusers.FluxPipeline.from_pretrained(tmp_path / "pipeline", **none)
+    assert is_patched(restored.transformer) and torch.equal(sample(restored), learned)
+    assert torch.equal(sample(make_pipeline(unpatch(restored.transformer))), before)
+
+    model.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_k"], init_lora_weights=False))
+    adapted = sample(pipeline)
+    assert not torch.equal(adapted, learned)
+    pipeline.save_lora_weights(tmp_path / "lora", transformer_lora_layers=get_peft_model_state_dict(model))
+    save_rotary(model, tmp_path / "rotations")
+    other = make_pipeline(FLUX.build())
+    load_rotary(other.transformer, tmp_path / "rotations")
+    other.load_lora_weights(tmp_path / "lora")
+    assert torch.equal(sample(other), adapted)
+
+
+def test_lora_on_projections_that_blocks_rotate():
+    """Without a norm blocks rotate the projections, inside of which LoRA puts its own."""
+    case = replace(BY_NAME["SD3Transformer2DModel"], config=BY_NAME["SD3Transformer2DModel"].config | {"qk_norm": None})
+    plain, model, inputs = case.build(), case.build(), case.inputs()
+    lora = LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    patch(model, ZEROS)
+    for each_model in (plain, model):
+        torch.manual_seed(3)
+        each_model.add_adapter(lora)
+    with torch.no_grad():
+        assert torch.equal(run(model, inputs), run(plain, inputs))
+        randomize(model, 0.5)
+        adapted = run(model, inputs)
+        plain.fuse_lora()
+        plain.unload_lora()
+        merged = patch(plain, ZEROS)
+        randomize(merged, 0.5)
+        assert (run(merged, inputs) - adapted).abs().max() < 1e-5 < (run(unpatch(merged), inputs) - adapted).abs().max()

@@ -1,0 +1,205 @@
+"""Schedules of the frequencies of diffusion transformers, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_liere import FrequencySchedule, patch, set_frequency_schedule, unpatch
+
+
+diffusers = pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
+from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, run  # noqa: E402
+
+
+FLUX, LTX = BY_NAME["FluxTransformer2DModel"], BY_NAME["LTXVideoTransformer3DModel"]
+SCALED = [case for case in CASES if case.rotates and case is not LTX]
+scaled = pytest.mark.parametrize("case", SCALED, ids=lambda case: case.name)
+# The timestep of a clean image and that of noise.
+CLEAN = {"ZImageTransformer2DModel": (1.0, 0.0)} | dict.fromkeys(("FluxTransformer2DModel",), (0.0, 1.0))
+CLEAN |= dict.fromkeys(("Flux2Transformer2DModel", "QwenImageTransformer2DModel"), (0.0, 1.0))
+
+
+class GivenFrequencies(nn.Module):
+    """FLUX's rotary module with any frequencies, and a factor of cos and sin."""
+
+    def __init__(self, frequencies, factor):
+        super().__init__()
+        self.frequencies, self.factor = frequencies, factor
+
+    def forward(self, ids):
+        axes = zip(ids.double().unbind(-1), self.frequencies)
+        angles = torch.cat([torch.outer(p, torch.tensor(spectrum).double()) for p, spectrum in axes], -1)
+        angles = angles.repeat_interleave(2, dim=-1)
+        return (angles.cos() * self.factor).float(), (angles.sin() * self.factor).float()
+
+
+def reference(method, channels, size, trained, exponent):
+    """The frequencies of one axis, by the formulas of the papers."""
+    spectrum = [10000 ** (-i / channels) for i in range(0, channels, 2)]
+    scale = max(size / trained, 1) ** exponent if trained else 1
+    if method == "position_interpolation":
+        return [w / scale for w in spectrum]
+    if method == "ntk":
+        base = 10000 * scale ** (channels / (channels - 2))
+        return [base ** (-i / channels) for i in range(0, channels, 2)]
+    ramp = [min(max(((trained or 0) * w / (2 * math.pi) - 0.1) / (0.4 - 0.1), 0), 1) for w in spectrum]
+    return [(1 - kept) * w / scale + kept * w for kept, w in zip(ramp, spectrum)]
+
+
+@pytest.mark.parametrize(
+    ("method", "dype"),
+    [(method, None) for method in ("position_interpolation", "ntk", "yarn")]
+    + [("position_interpolation", (2.0, 2.0)), ("ntk", (2.0, 1.0))],
+)
+@torch.no_grad()
+def test_published_schedules(method, dype):
+    model, other, inputs = FLUX.build(), FLUX.build(), FLUX.inputs()
+    patch(model, PLANES)
+    before = run(model, inputs)
+    schedule = FrequencySchedule(method, trained_size=(None, 2, 3), dype=dype, ramp=(0.1, 0.4))
+    set_frequency_schedule(model, schedule)
+    # FLUX's inputs are 3 × 4 tokens at the noise level 0.7.
+    exponent = dype[0] * 0.7 ** dype[1] if dype else 1
+    sizes = zip(FLUX.axes, (2, 3, 4), schedule.trained_size)
+    spectra = [reference(method, channels, size, trained, exponent) for channels, size, trained in sizes]
+    other.pos_embed = GivenFrequencies(spectra, 0.1 * math.log(3 / 2) + 1 if method == "yarn" else 1)
+    expected = run(other, inputs)
+    assert (run(model, inputs) - expected).abs().max() < 1e-5 < 1e-4 < (before - expected).abs().max()
+    set_frequency_schedule(model, None)
+    assert torch.equal(run(model, inputs), before)
+
+
+@scaled
+@torch.no_grad()
+def test_schedules_change_nothing_at_the_trained_size(case):
+    model, inputs = case.build(), case.inputs()
+    before, axes = run(model, inputs), patch(model, PLANES).rotary_patch.table.num_axes
+    for method in ("position_interpolation", "ntk", "yarn"):
+        set_frequency_schedule(model, FrequencySchedule(method, [64] * axes))
+        assert torch.equal(run(model, inputs), before)
+        set_frequency_schedule(model, FrequencySchedule(method, [1] * axes, layers=[]))
+        assert torch.equal(run(model, inputs), before)
+        set_frequency_schedule(model, FrequencySchedule(method, [1] * axes))
+        everywhere = run(model, inputs)
+        set_frequency_schedule(model, FrequencySchedule(method, [1] * axes, layers=[0]))
+        assert not torch.equal(everywhere, before)
+        assert not any(torch.equal(run(model, inputs), one) for one in (before, everywhere))
+    assert torch.equal(run(unpatch(model), inputs), before)
+
+
+@scaled
+@torch.no_grad()
+def test_dype_ends_at_the_pretrained_frequencies(case):
+    """κ(0) = 0 leaves the frequencies, and κ(1) = λ_s = 1 is the schedule without it."""
+    model, inputs = case.build(), case.inputs()
+    patch(model, PLANES)
+    name, axes = ("t" if "t" in inputs else "timestep"), model.rotary_patch.table.num_axes
+    clean, noise = CLEAN.get(case.name, (0, 1000))
+    dype = FrequencySchedule("ntk", [1] * axes, dype=(1.0, 2.0))
+    if case.name.startswith("Cosmos"):
+        with pytest.raises(ValueError, match="pass noise_level"):
+            set_frequency_schedule(model, dype)
+        clean, noise = 0.0, 1.0
+    for value, schedule in ((clean, None), (noise, FrequencySchedule("ntk", [1] * axes))):
+        inputs[name] = torch.full((2,), value)
+        set_frequency_schedule(model, schedule)
+        expected = run(model, inputs)
+        set_frequency_schedule(model, dype, noise_level=torch.abs if case.name.startswith("Cosmos") else None)
+        assert torch.equal(run(model, inputs), expected)
+    inputs[name] = torch.tensor([clean, noise])
+    with pytest.raises(RuntimeError, match="different noise levels"):
+        run(model, inputs)
+
+
+@torch.no_grad()
+def test_a_function_as_schedule():
+    """It is given facts about the input and the layer, and decides for every plane."""
+    model, other, inputs, seen = FLUX.build(), FLUX.build(), FLUX.inputs(), []
+
+    def schedule(given):
+        seen.append((given.layer, given.size.tolist(), round(given.noise_level.item(), 4)))
+        return torch.where(given.axes == 2, 0.5, 1.0).double(), 1.0
+
+    patch(model, PLANES)
+    set_frequency_schedule(model, schedule)
+    spectra = [
+        [10000 ** (-i / channels) / (1 + (axis == 2)) for i in range(0, channels, 2)]
+        for axis, channels in enumerate(FLUX.axes)
+    ]
+    other.pos_embed = GivenFrequencies(spectra, 1)
+    assert (run(model, inputs) - run(other, inputs)).abs().max() < 1e-5
+    assert seen == [(layer, [2.0, 3.0, 4.0], 0.7) for layer in range(4)]
+
+
+def test_refused_schedules():
+    model, ltx, blocks = patch(FLUX.build(), PLANES), patch(LTX.build(), PLANES), patch(FLUX.build(), BLOCKS)
+    for target, arguments, message in (
+        (model, ("ntk", (None, 64)), "must have 3 entries"),
+        (ltx, ("ntk", (1, 64, 64)), "rope_interpolation_scale"),
+        (blocks, ("ntk", (None, 64, 64)), "accepted: rope_mixed"),
+        (FLUX.build(), ("ntk", (None, 64, 64)), "call patch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            set_frequency_schedule(target, FrequencySchedule(*arguments))
+    for arguments, message in (
+        ({"method": "linear"}, "must be one of"),
+        ({"method": "ntk", "trained_size": (0,)}, "trained_size"),
+        ({"method": "yarn", "dype": (2.0, 2.0)}, "no exponent"),
+        ({"method": "yarn", "ramp": (2.0, 1.0)}, "ramp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FrequencySchedule(**({"trained_size": (1,)} | arguments))
+
+
+def test_refused_models():
+    sd3, wan, cogvideox = (
+        BY_NAME[f"{name}Transformer{kind}Model"] for name, kind in (("SD3", "2D"), ("Wan", "3D"), ("CogVideoX", "3D"))
+    )
+    other_base = wan.build()
+    wan.set_base(other_base, {}, 500.0)
+    # A table of positions instead of rotations.
+    table = diffusers.CogVideoXTransformer3DModel(
+        **(cogvideox.config | {"use_rotary_positional_embeddings": False, "sample_frames": 9})
+    )
+    for model, config, message in (
+        (
+            diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=1),
+            PLANES,
+            "accepted: FluxTransformer2DModel",
+        ),
+        (FLUX.build(), ZEROS, "accepted: pretrained"),
+        (sd3.build(), PLANES, "accepted: zeros"),
+        (other_base, PLANES, "other rotations"),
+        (table, PLANES, "does not rotate"),
+        (FLUX.build().to("meta"), PLANES, "before they are offloaded"),
+        (LTX.build(), PLANES.__class__("comrope_ld", 4, rotary_init="pretrained"), "of one axis"),
+    ):
+        before = dict(model.named_modules())
+        with pytest.raises(ValueError, match=message):
+            patch(model, config)
+        assert dict(model.named_modules()) == before
+
+
+@torch.no_grad()
+def test_calls_that_would_be_wrong_are_refused():
+    sd3, cogvideox = BY_NAME["SD3Transformer2DModel"], BY_NAME["CogVideoXTransformer3DModel"]
+    # Fused projections make queries that no hook sees, if there is no norm behind them.
+    model = patch(type(sd3)(sd3.name, sd3.config | {"qk_norm": None}, sd3.inputs).build(), ZEROS)
+    model.fuse_qkv_projections()
+    with pytest.raises(RuntimeError, match="fused projections"):
+        run(model, sd3.inputs())
+    model, inputs = patch(cogvideox.build(), PLANES), cogvideox.inputs()
+    cos, sin = inputs["image_rotary_emb"]
+    with pytest.raises(RuntimeError, match="not those of one coordinate"):
+        run(model, inputs | {"image_rotary_emb": (cos.flip(-1), sin.flip(-1))})
+    with pytest.raises(RuntimeError, match="would not rotate"):
+        run(model, inputs | {"image_rotary_emb": None})
+    model = patch(FLUX.build(), PLANES)
+    attention = model.transformer_blocks[0].attn
+    rotations = (torch.ones(3, 16), torch.zeros(3, 16))
+    with pytest.raises(RuntimeError, match="do not come from the patched model"):
+        attention(torch.zeros(1, 2, 32), torch.zeros(1, 1, 32), image_rotary_emb=rotations)
+    with pytest.raises(RuntimeError, match="ran outside its attention module"):
+        patch(FLUX.build(), BLOCKS).transformer_blocks[0].attn.norm_q(torch.zeros(1, 3, 2, 16))
