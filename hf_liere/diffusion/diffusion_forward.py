@@ -15,7 +15,7 @@ from torch import nn
 from ..models.encoding.positions import TokenPositions
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import thread
-from ..models.rotation.dispatch import product_dtype
+from ..models.rotation.dispatch import product_dtype, working_dtype
 from .families import PlaneTable
 from .rotations import PretrainedFrequencies, StateRotations, Turn, apply_turn, identity_turn
 
@@ -126,7 +126,7 @@ def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], table: PlaneTable)
     Raises:
         RuntimeError: if these are not the rotations of such planes.
     """
-    cos, sin = (part[..., ::2].double() for part in turn)  # (…, N, planes) each
+    cos, sin = (part[..., ::2].to(working_dtype(part.device)) for part in turn)  # (…, N, planes) each
     angles = torch.atan2(sin, cos)
     axes = []
     for axis in range(table.num_axes):

@@ -20,6 +20,7 @@ from ..models.encoding.folding import build_rotary_encoding
 from ..models.patched.module_inspection import device_of, forward_arguments, linear_layer
 from ..models.patched.rotary_patch import RotaryPatchConfig, TowerConfig, make_tower_config
 from ..models.patched.tower_patch import AttentionTower, OutputHooks, TowerPatch, TowerPlan, patched_towers
+from ..models.rotation.dispatch import working_dtype
 from .diffusion_forward import (
     STATE_MODULES,
     CarryingRope,
@@ -33,16 +34,25 @@ from .diffusion_forward import (
     rotate_states,
     state_module,
 )
-from .families import FAMILIES, DiffusionFamily, PlaneTable, find_family
+from .families import FAMILIES, DiffusionFamily, PlaneTable, find_kind
 from .rotations import PretrainedFrequencies, StateRotations, build_blocks, identity_turn, turn_further
 from .schedules import FrequencySchedule, Schedule
 
 
 @dataclass
 class DiffusionTower(AttentionTower):
-    """A transformer of diffusers, with the attention modules that rotate or can rotate."""
+    """
+    A transformer of diffusers, with the attention modules that rotate or can rotate.
 
-    family: DiffusionFamily
+    Attributes:
+        kind: The name of its family in `FAMILIES`.
+    """
+
+    kind: str
+
+    @property
+    def family(self) -> DiffusionFamily:
+        return FAMILIES[self.kind]
 
 
 @dataclass
@@ -51,7 +61,7 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
     The patch of a transformer of diffusers.
 
     Attributes:
-        family: As in [`DiffusionTower`].
+        kind: As in [`DiffusionTower`].
         heads, head_dim: Of every attention module.
         table: The planes of models that rotate.
         train_grid, coordinates: Patches per axis in training and the convention of their coordinates, for models that
@@ -61,7 +71,7 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
         outputs: Hooks on the modules that make queries and keys.
     """
 
-    family: DiffusionFamily
+    kind: str
     heads: int
     head_dim: int
     table: PlaneTable = PlaneTable((), ())
@@ -70,6 +80,10 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
     schedule: Schedule | None = None
     timestep_hook: Any = None
     outputs: OutputHooks = field(default_factory=OutputHooks)
+
+    @property
+    def family(self) -> DiffusionFamily:
+        return FAMILIES[self.kind]
 
     def describe_base(self, module: nn.Module) -> dict:
         base: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "train_grid": list(self.train_grid)}
@@ -155,12 +169,12 @@ def plan_diffusion(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPla
     Raises:
         ValueError: if the model has no transformer that can be patched, or the configuration does not fit it.
     """
-    found = [(name, module, find_family(module)) for name, module in model.named_modules()]
-    towers = [
-        DiffusionTower(name, module, list(family.find_attentions(module)), family)
-        for name, module, family in found
-        if family is not None
-    ]
+    towers = []
+    for name, module in model.named_modules():
+        kind = find_kind(module)
+        if kind is not None:
+            attentions = [(f"{name}.{inner}".lstrip("."), one) for inner, one in FAMILIES[kind].find_attentions(module)]
+            towers.append(DiffusionTower(name, module, attentions, kind))
     if not towers:
         raise ValueError(
             f"{type(model).__name__} is not a transformer of diffusers whose rotations are known; accepted: "
@@ -197,7 +211,7 @@ def _plan_tower(tower: DiffusionTower, config: RotaryPatchConfig) -> TowerPlan[D
     if len(shapes) != 1:
         raise ValueError(f"The attention modules of {tower.label} have different (heads, head_dim): {sorted(shapes)}.")
     heads, head_dim = shapes.pop()
-    patch = DiffusionPatch(config, tower.attention_names(layers), family, heads, head_dim)
+    patch = DiffusionPatch(config, tower.attention_names(layers), tower.kind, heads, head_dim)
     if family.rotates:
         patch.table = table = _find_table(tower)
         if rotary_traits(config).pretrained == "planes":
@@ -256,7 +270,8 @@ def _find_table(tower: DiffusionTower) -> PlaneTable:
         turns, coordinates = rope(*arguments), family.coordinates(rope, *arguments)
     separate = family.text == "separate"
     for turn, places in zip(turns, coordinates) if separate else [(turns, coordinates)]:
-        angles: Any = places.double()[..., list(table.axes)] * places.new_tensor(table.frequencies, dtype=torch.float64)
+        places = places.to(working_dtype(places.device))
+        angles: Any = places[..., list(table.axes)] * places.new_tensor(table.frequencies)
         expected = turn_further(identity_turn(turn), angles, family.pairing)
         parts: Any = [(turn, expected)] if isinstance(turn, torch.Tensor) else zip(turn, expected)
         # The model computes angles in float32, or rounds cos and sin to half types.

@@ -312,6 +312,6 @@ FAMILIES = {
 }
 
 
-def find_family(model: nn.Module) -> DiffusionFamily | None:
-    """The family of a model of diffusers, by the name of its class or of one that it inherits from."""
-    return next((FAMILIES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in FAMILIES), None)
+def find_kind(model: nn.Module) -> str | None:
+    """The name in `FAMILIES` of a model of diffusers: that of its class or of one that it inherits from."""
+    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in FAMILIES), None)

@@ -25,7 +25,8 @@ from .plain_rope import PlainRope
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     """
     Rotate query and key in the vision towers of a pretrained model (ComRoPE §4.4), in place; or, with
-    `rotary_init="pretrained"`, learn the rotations of a language or vision model with RoPE.
+    `rotary_init="pretrained"`, learn the rotations of a language or vision model with RoPE. A transformer of diffusers
+    is patched in the same way; `save_rotary` saves its rotations.
 
     With `rotary_init="zeros"`, the model computes the same bits as before in float32, and gradients reach the
     generators; so does a model with RoPE and `position_encoding="rope_mixed", rotary_init="pretrained"`. Existing

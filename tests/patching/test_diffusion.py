@@ -1,11 +1,13 @@
 """Learned rotations in the transformers of diffusers."""
 
+import re
 import textwrap
 from dataclasses import replace
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from checkout import ROOT
 from fresh_process import run_python
 from peft import LoraConfig, get_peft_model_state_dict
 
@@ -18,6 +20,7 @@ from hf_liere import (
     save_rotary,
     unpatch,
 )
+from hf_liere.diffusion.families import FAMILIES
 
 
 diffusers = pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
@@ -25,6 +28,8 @@ from diffusers.hooks import apply_group_offloading  # noqa: E402
 from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, normal, run  # noqa: E402
 
 
+ROW = re.compile(r"^\| `(\w+Model)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+ROWS = {name: rest for name, *rest in ROW.findall((ROOT / "docs" / "diffusion.md").read_text(encoding="utf-8"))}
 ROTATING = [case for case in CASES if case.rotates]
 PLAIN = [case for case in CASES if not case.rotates]
 FLUX, COGVIDEOX = BY_NAME["FluxTransformer2DModel"], BY_NAME["CogVideoXTransformer3DModel"]
@@ -80,6 +85,34 @@ def test_start_gradients_and_unpatching(case, config):
     assert (run(model, inputs) - before).abs().max() > 1e-4
     unpatch(model)
     assert type(model) is kind and not is_patched(model) and torch.equal(run(model, inputs), before)
+
+
+@each
+def test_table_of_the_page(case):
+    """What it states of every class, computed."""
+    start, exact, blocks = ROWS[case.name]
+    model, inputs = case.build(), case.inputs()
+    found = {"exact": [], "close": []}
+    with torch.no_grad():
+        before = run(model, inputs)
+        for encoding in ("rope_mixed", "liere", "comrope_ld"):
+            config = replace(PLANES if case.rotates else ZEROS, position_encoding=encoding)
+            config = config if encoding == "rope_mixed" else replace(config, block_size=4)
+            if encoding == "comrope_ld" and encoding not in blocks + exact:
+                with pytest.raises(ValueError, match="of one axis"):
+                    patch(model, config)
+            elif case.rotates or encoding != "rope_mixed":
+                error = (run(patch(model, config), inputs) - before).abs().max()
+                found["exact" if error == 0 else "close"].append(f"`{encoding}`")
+                assert error < 1e-5
+                axes = getattr(model.rotary_patch.table, "num_axes", 0) if case.rotates else 0
+                assert start == (f"its RoPE, {axes} axes" if axes else "zero")
+                unpatch(model)
+    assert (exact, blocks) == tuple(", ".join(found[kind]) or "–" for kind in ("exact", "close"))
+
+
+def test_table_has_every_class():
+    assert set(ROWS) == set(BY_NAME) == set(FAMILIES)
 
 
 @rotating
@@ -164,6 +197,17 @@ def test_adapters_in_a_fresh_process(tmp_path):
         """
     printed = run_python("-c", textwrap.dedent(code), tmp_path).stdout.split()
     assert printed == list(outputs)
+
+
+def test_a_transformer_inside_a_module_is_pickled(tmp_path):
+    """With its hooks, as processes that are started and files of whole models need it."""
+    whole, inputs = torch.nn.ModuleDict({"denoiser": FLUX.build()}), FLUX.inputs()
+    randomize(patch(whole, replace(BLOCKS, target="denoiser")))
+    torch.save(whole, tmp_path / "whole.pt")
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(run(loaded["denoiser"], inputs), run(whole["denoiser"], inputs))
+        assert torch.equal(run(unpatch(loaded)["denoiser"], inputs), run(FLUX.build(), inputs))
 
 
 def make_pipeline(transformer):
