@@ -23,7 +23,6 @@ LONG, SHORT = ([2.0**power for power in range(last)] for last in (12, 6))
 # How far the nearest float32 number to a measured frequency may be off, in units of the last place.
 NEIGHBOURS = sorted(range(-8, 9), key=abs)
 
-
 Pairing = str | Sequence[tuple[int, int]] | None
 # cos and sin, (layers or 1, heads or 1, N, planes) each, and the two channels of every plane.
 Table = tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]
@@ -77,9 +76,11 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     Raises:
         ValueError: if the module cannot be called, or does not rotate pairs of channels by Σ_a p_a ω_a.
     """
+    if pairing is not None:
+        channel_pairs(pairing, sizes.head_dim, None)
     if isinstance(module, nn.Module):
         # Neither its state nor its caches change, and nothing is drawn.
-        module = copy.deepcopy(module).eval()
+        module = copy.deepcopy(module).eval().cpu()
     reason = None
     for reader in _propose_readers(module, sizes, pairing):
         try:
@@ -120,6 +121,7 @@ def _measure(reader: Reader, sizes: Sizes) -> FoundPlanes:
     exact, rounded = (torch.stack(values) for values in zip(*found))  # (A, layers, heads, planes) each
     positions = torch.rand(63, sizes.axes, generator=torch.Generator().manual_seed(0)) * min(16, steps[-1])
     positions = positions.floor() if steps[0] >= 1 else positions
+    positions[0] = 0
     measured = reader.read(positions)[:2]  # 2 × (layers, heads, N, planes)
     same = torch.cat([(x == y).flatten() for x, y in zip(_rounded_cos_sin(positions, rounded), measured)])
     angles = torch.einsum("na,alhp->lhnp", positions.double(), exact)
@@ -255,7 +257,7 @@ def _read_table(
     As [`Reader.read`], from cos and sin, in any order or after each other, complex numbers or angles.
 
     Args:
-        tokens: Number of tokens in the table. The first is at position 0, unless cos comes first.
+        tokens: Number of tokens in the table, the first at position 0.
         places: Those to return.
     """
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()

@@ -42,7 +42,10 @@ class PlainRope:
                 f"position_encoding={patch.config.position_encoding!r} with rotary_init={patch.config.rotary_init!r} "
                 "is more than one frequency for every plane; accepted: rope_mixed with rotary_init='pretrained'"
             )
-        self.name, self.old = patch.rope_name, tower.get_submodule(patch.rope_name)
+        if len(encoding.rope_names) > 1:
+            raise self._make_error(f"it has {len(encoding.rope_names)} rotary modules, and one is accepted")
+        (self.name,) = encoding.rope_names
+        self.old = tower.get_submodule(self.name)
         config: Any = getattr(self.old, "config", None)
         if not isinstance(getattr(config, "rope_parameters", None), dict):
             raise self._make_error("its configuration has no rope_parameters")

@@ -168,6 +168,10 @@ def flux_table(ids):
     return angles.cos().float(), angles.sin().float()
 
 
+def sines_first(ids):
+    return flux_table(ids)[::-1]
+
+
 def complex_table(positions):
     angles = torch.outer(positions.squeeze(-1), torch.logspace(0, -3, HEAD_DIM // 2))
     return torch.polar(torch.ones_like(angles), angles)
@@ -176,9 +180,10 @@ def complex_table(positions):
 def test_a_table_in_float64_and_one_of_complex_numbers():
     states, ids = torch.randn(2, HEADS, TOKENS, HEAD_DIM), torch.randint(60, (TOKENS, 3)).float()
     cos, sin = flux_table(ids)
-    rotated = LieRotaryEmbedding.like(flux_table, HEADS, HEAD_DIM, 3).rotate(states, ids)
-    # Frequencies are rounded to float32: 60 · 6e-8, and norms of states are near seven.
-    torch.testing.assert_close(rotated, states * cos + rotate_adjacent(states) * sin, atol=2e-5, rtol=0)
+    for table in (flux_table, sines_first):
+        rotated = LieRotaryEmbedding.like(table, HEADS, HEAD_DIM, 3).rotate(states, ids)
+        # Frequencies are rounded to float32: 60 · 6e-8, and norms of states are near seven.
+        torch.testing.assert_close(rotated, states * cos + rotate_adjacent(states) * sin, atol=2e-5, rtol=0)
     rotated = LieRotaryEmbedding.like(complex_table, HEADS, HEAD_DIM, 1).rotate(states, ids[:, :1])
     expected = torch.view_as_complex(states.unflatten(-1, (-1, 2))) * complex_table(ids[:, :1])
     torch.testing.assert_close(rotated, torch.view_as_real(expected).flatten(-2), atol=2e-5, rtol=0)
@@ -191,6 +196,7 @@ def test_a_table_in_float64_and_one_of_complex_numbers():
         (lambda x, p: Partial()(x, p + 1), {}, "does not leave states at position 0 as they are"),
         (lambda x, p: 2 * x, {}, "does not rotate every channel with one other"),
         (lambda p: (torch.ones(len(p), 24), torch.zeros(len(p), 24)), {}, "half the channels do not show.*pairing"),
+        (PointRope(), {"pairing": "both"}, "pairing='both': accepted are adjacent, halves"),
         (lambda: None, {}, "could not be called. Accepted are .query, key, positions"),
         (RotaryEmbeddingCat(HEAD_DIM), {"num_axes": 2}, "does not leave states at position 0"),
         (RotaryEmbeddingMixed(192, 3, 4), {"num_axes": 2}, "rotates 3 layers of 4 heads, but num_layers=1"),

@@ -1,6 +1,6 @@
 """
-Queries and keys rotated by tensors: the kind of rotation follows from their number of dimensions. And the operators that
-run.
+Queries and keys rotated by tensors: the kind of rotation follows from their number of dimensions. And the operators
+that run.
 """
 
 import torch
