@@ -119,6 +119,8 @@ def _measure(reader: Reader, sizes: Sizes) -> FoundPlanes:
             frequency = (angle + 2 * math.pi * revolutions) / step
         found.append((frequency, _nearest_float32(frequency, steps, cos_axis, sin_axis)))
     exact, rounded = (torch.stack(values) for values in zip(*found))  # (A, layers, heads, planes) each
+    if unused := (exact.flatten(1).abs().amax(1) == 0).nonzero().flatten().tolist():
+        raise NotARotation(f"it does not rotate with axis {unused[0]}")
     positions = torch.rand(63, sizes.axes, generator=torch.Generator().manual_seed(0)) * min(16, steps[-1])
     positions = positions.floor() if steps[0] >= 1 else positions
     positions[0] = 0
@@ -157,7 +159,7 @@ def _propose_readers(module: Any, sizes: Sizes, pairing: Pairing) -> Iterator[Re
         yield _read_grid(module, sizes, pairing)
         return
     one_axis: list[Callable] = [lambda p: p[None, :, 0], lambda p: p[:, 0]] if sizes.axes == 1 else []
-    shapes: list[Callable] = [*one_axis, lambda p: p.unsqueeze(0), lambda p: p]
+    shapes: list[Callable] = [lambda p: p.unsqueeze(0), lambda p: p, *one_axis]
     layouts: list[Callable] = [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[0].transpose(0, 1)]
     styles = [(DYADIC, torch.float32), (LONG, torch.float32), (LONG, torch.int64), (SHORT, torch.int64)]
     for (steps, dtype), shape in itertools.product(styles, shapes):

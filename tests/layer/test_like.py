@@ -177,13 +177,25 @@ def complex_table(positions):
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def test_a_table_in_float64_and_one_of_complex_numbers():
+def rotate_by_division(states, positions):
+    """SmolVLA: (batch, tokens, heads, channels), and angles that are quotients."""
+    half = states.shape[-1] // 2
+    angles = (positions[..., None] / 100 ** (torch.arange(half) / half)).unsqueeze(-2)
+    first, second = states.split(half, dim=-1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def test_functions_that_round_in_another_way():
     states, ids = torch.randn(2, HEADS, TOKENS, HEAD_DIM), torch.randint(60, (TOKENS, 3)).float()
     cos, sin = flux_table(ids)
     for table in (flux_table, sines_first):
         rotated = LieRotaryEmbedding.like(table, HEADS, HEAD_DIM, 3).rotate(states, ids)
         # Frequencies are rounded to float32: 60 · 6e-8, and norms of states are near seven.
         torch.testing.assert_close(rotated, states * cos + rotate_adjacent(states) * sin, atol=2e-5, rtol=0)
+    rotated = LieRotaryEmbedding.like(rotate_by_division, HEADS, HEAD_DIM, 1).rotate(states, ids[:, :1])
+    expected = rotate_by_division(states.transpose(1, 2), ids[:, 0].expand(2, -1)).transpose(1, 2)
+    # Angles up to 60 are rounded to float32 here.
+    torch.testing.assert_close(rotated, expected, atol=5e-5, rtol=0)
     rotated = LieRotaryEmbedding.like(complex_table, HEADS, HEAD_DIM, 1).rotate(states, ids[:, :1])
     expected = torch.view_as_complex(states.unflatten(-1, (-1, 2))) * complex_table(ids[:, :1])
     torch.testing.assert_close(rotated, torch.view_as_real(expected).flatten(-2), atol=2e-5, rtol=0)
@@ -194,6 +206,7 @@ def test_a_table_in_float64_and_one_of_complex_numbers():
     [
         (lambda x, p: Partial()(x, p.log1p()), {}, "angles are not sums of coordinates times frequencies"),
         (lambda x, p: Partial()(x, p + 1), {}, "does not leave states at position 0 as they are"),
+        (lambda x, p: Partial()(x, p), {"num_axes": 2}, "does not rotate with axis 1"),
         (lambda x, p: 2 * x, {}, "does not rotate every channel with one other"),
         (lambda p: (torch.ones(len(p), 24), torch.zeros(len(p), 24)), {}, "half the channels do not show.*pairing"),
         (PointRope(), {"pairing": "both"}, "pairing='both': accepted are adjacent, halves"),
