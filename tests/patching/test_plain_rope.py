@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from fresh_process import run_code
-from rope_cases import PLANES, blocks, build, build_patched
+from rope_cases import PLANES, TEXT, blocks, build, build_patched, rope
 from safetensors.torch import load_file
-from transformers import AutoConfig, DINOv3ViTConfig, DINOv3ViTModel
+from transformers import AutoConfig, DINOv3ViTConfig, DINOv3ViTModel, LlamaConfig, LlamaForCausalLM
 
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, unpatch
 
@@ -97,6 +97,11 @@ def vision(config):
     return patch(DINOv3ViTModel(DINOv3ViTConfig(**fields)), config)
 
 
+def dynamic():
+    config = LlamaConfig(**TEXT, **rope(rope_type="dynamic", factor=2.0))
+    return patch(LlamaForCausalLM(config), SHARED)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -107,6 +112,7 @@ def vision(config):
         ),
         (lambda: vision(SHARED), "configuration has no rope_parameters"),
         (lambda: build_patched("qwen2_5_vl", SHARED)[0], "one axis alone"),
+        (dynamic, "depend on the length of the input"),
     ],
 )
 def test_other_rotations_stay(make, message):
