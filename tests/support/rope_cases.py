@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import torch
+import transformers
 from patching_cases import IMAGE, SMALL, model, part, randomize, run, widen
 from torch import nn
 from transformers import AttentionInterface
@@ -324,6 +325,8 @@ FAMILIES = {
     "llama_dynamic": language("Llama", **HEADS, **rope(rope_type="dynamic", factor=4.0)),
     "llama_longrope": language("Llama", **HEADS, **LONGROPE),
 }
+if not hasattr(transformers, "Molmo2TextModel"):
+    del FAMILIES["molmo2"]
 
 
 def blocks(encoding="liere", **fields):

@@ -61,7 +61,8 @@ class RopePlanes(nn.Module):
         angles = coordinates.index_select(-1, axes) * frequencies  # (…, N, planes)
         factor = self.layout.factor
         if self.layout.is_complex:
-            return (torch.polar(torch.ones_like(angles), angles) * factor).index_select(-1, channels)  # (…, N, D)
+            rotations = (torch.polar(torch.ones_like(angles), angles) * factor).index_select(-1, channels)  # (…, N, D)
+            return rotations.mT.contiguous().mT if self.layout.is_transposed else rotations
         cos, sin = ((x * factor).to(dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
         return cos, sin  # 2 × (…, N, D)
 

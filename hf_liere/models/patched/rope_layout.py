@@ -44,6 +44,7 @@ class RopeLayout:
         planes: For every channel, its plane: the channels with the same frequency and axis.
         factor: By which cos and sin are multiplied (YaRN's attention scaling).
         is_complex: Whether the rotary module returns cos + i sin, not cos and sin.
+        is_transposed: Whether these lie in memory channel by channel, by which some processors round products.
     """
 
     rope_name: str
@@ -54,6 +55,7 @@ class RopeLayout:
     planes: tuple[int, ...]
     factor: float
     is_complex: bool
+    is_transposed: bool
 
     @property
     def num_axes(self) -> int:
@@ -355,9 +357,10 @@ def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type
             raise refusal
     axes = _number_groups([tuple(column) for column in coordinates.T.tolist()])
     planes = _number_groups(list(zip(axes, numbers.tolist())))
-    return RopeLayout(
-        inner_name, buffer, layer_type, tuple(numbers.tolist()), axes, planes, factor, isinstance(output, torch.Tensor)
-    )
+    is_complex = isinstance(output, torch.Tensor)
+    is_transposed = is_complex and output.stride(-1) > output.stride(-2)
+    numbers = tuple(numbers.tolist())
+    return RopeLayout(inner_name, buffer, layer_type, numbers, axes, planes, factor, is_complex, is_transposed)
 
 
 def _count_from(start: int, shape: tuple[int, ...]) -> torch.Tensor:
