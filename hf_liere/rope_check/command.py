@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from tqdm.auto import tqdm
 
 from ..auto import build_without_weights, load_checkpoint, model_types
 from ..errors import InputError, memory_shortage
@@ -181,7 +182,7 @@ def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool =
     """
     lines: list[str] = []
     with new_directory(folder) as partial:
-        for name in model_types() if every else models:
+        for name in tqdm(model_types() if every else models, desc="models", disable=not every):
             try:
                 vectors, refused = make_vectors(build_without_weights(name, **options))
             except Exception as error:

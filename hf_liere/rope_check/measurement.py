@@ -49,7 +49,7 @@ def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
     """
     with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        measurement = Measurement(_compare(found, found.rope, torch.float32, others))
+        measurement = Measurement(_compare(found, copy.deepcopy(found.rope), torch.float32, others))
         measurement.alarms = list(_find_dependencies(found))
         for name, rope, dtype in _convert(found.rope):
             context = torch.autocast("cpu", dtype) if name == "under autocast" else contextlib.nullcontext()
@@ -66,8 +66,8 @@ def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
 
 
 def _convert(rope: nn.Module) -> Iterator[tuple[str, nn.Module, torch.dtype]]:
-    yield "states in a half type", rope, torch.bfloat16
-    yield "under autocast", rope, torch.bfloat16
+    yield "states in a half type", copy.deepcopy(rope), torch.bfloat16
+    yield "under autocast", copy.deepcopy(rope), torch.bfloat16
     yield "after model.to(dtype)", copy.deepcopy(rope).to(torch.bfloat16), torch.bfloat16
     yield "after model.half()", copy.deepcopy(rope).half(), torch.float16
 
@@ -111,7 +111,7 @@ def _compare_images(found: FoundRotation) -> Iterator[str]:
         if not _are_equal(changed, fresh):
             yield f"an image of {other} px gets other rotations after one of {size} px than alone"
     if not _are_equal(first, found.compute_of_image(size, rope)):
-        yield f"an image of {size} px gets other rotations after larger ones"
+        yield f"an image of {size} px gets other rotations after other images"
 
 
 def _compare_sequences(found: FoundRotation) -> Iterator[str]:

@@ -8,6 +8,7 @@ from rope_cases import CASES, LLAMA3, YARN, build, rope
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTRopePositionEmbedding
 
 from hf_liere.cli import main
 from hf_liere.rope_check.measurement import find_cache_faults, measure
@@ -157,6 +158,26 @@ def test_results_that_depend_on_other_calls_are_an_alarm():
     alarms = measure_changed(Stretching).alarms
     assert "the same positions get other rotations after a longer sequence" in alarms
     assert any("alone, as with a cache" in alarm for alarm in alarms), alarms
+
+
+class Keeping(DINOv3ViTRopePositionEmbedding):
+    """The rotations of the last image serve one with as many patches, whatever its shape."""
+
+    kept = None
+
+    def forward(self, pixel_values):
+        found = super().forward(pixel_values)
+        if self.kept is None or self.kept[0].shape != found[0].shape:
+            self.kept = found
+        return self.kept
+
+
+def test_rotations_kept_for_another_image_are_an_alarm():
+    model = CASES["dinov3"].build().eval()
+    model.rope_embeddings.__class__ = Keeping
+    _, measurement = measure_only(model)
+    assert measurement.loaded.is_right
+    assert measurement.alarms == ["an image of (24, 16) px gets other rotations after other images"]
 
 
 def test_positions_that_start_again_with_a_cache_are_an_alarm():
