@@ -3,9 +3,12 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 from rope_engine import Engine, answer
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from hf_liere.cli import main
 
@@ -124,6 +127,19 @@ def test_a_fault_is_named(vectors, tmp_path, capsys, name, changes, fault, resul
     # One cause, and how to correct it.
     assert lines[0].startswith(f"{rotation_of(name)}: WRONG") and len(lines) == 3, lines
     assert lines[1].strip().startswith(fault) and lines[2].startswith("    "), lines
+
+
+@pytest.mark.parametrize(("sign", "status"), [(1, 0), (-1, 1)])
+def test_one_column_for_each_plane_suffices(vectors, tmp_path, capsys, sign, status):
+    """As engines keep their tables; the file of the vectors is named, and the answers are nothing but tensors."""
+    name, (_, engine) = "yarn", MODELS["yarn"]
+    with safe_open(vectors[name], "np") as file:
+        positions = file.get_tensor("rotary_emb/positions")
+    results = dataclasses.replace(engine, sign=sign).run(positions, {})
+    halves = {key: np.ascontiguousarray(value[:, :16]) for key, value in results.items()}
+    save_file(halves, tmp_path / "table.safetensors")
+    assert main(["rope", str(vectors[name]), "--check", str(tmp_path / "table.safetensors")]) == status
+    assert ("opposite direction" in capsys.readouterr().out) == (sign == -1)
 
 
 @pytest.mark.parametrize(
