@@ -125,6 +125,7 @@ def test_table_of_encodings(tmp_path, capsys):
     names = "none liere8 naive_comrope_ld8 timm_rope_mixed folded_liere8".split()
     output = tmp_path / "new" / "speed.jsonl"
     arguments = [*TINY, "--rounds", "2", "--rows", *names[:-1], "--folded", "--output", str(output)]
+    arguments += ["--micro_batches", "2"]
     assert benchmark_speed.main(arguments) == 0
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
@@ -138,6 +139,9 @@ def test_table_of_encodings(tmp_path, capsys):
     records = read(output)
     assert records[0]["machine"]["torch"] == torch.__version__
     times = [record for record in records if record.get("quantity") in ("inference", "training")]
+    walls = [r["value"]["wall"] for r in times if (r["row"], r["quantity"]) == ("liere8", "training")]
+    images = 2 * benchmark_speed.parse_arguments(TINY).batch_size
+    assert float(table["liere8"][2]) == pytest.approx(images * len(walls) / sum(walls), rel=1e-3)
     assert len(times) == 2 * (2 * 5 + 1) and all(
         record[part][clock] > 0 for record in times for part in ("value", "baseline") for clock in ("wall", "cpu")
     )

@@ -46,9 +46,11 @@ class Runner:
                 logits(self.call, self.pixels)
             return
         self.model.zero_grad(set_to_none=True)
-        with self.settings.autocast():
-            loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
-        loss.backward()
+        for left in reversed(range(self.settings.micro_batches)):
+            with hf_liere.accumulate_rotations(self.model, sync_gradients=left == 0):
+                with self.settings.autocast():
+                    loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
+                loss.backward()
 
     def seconds(self, steps: int) -> dict[str, float]:
         """Mean seconds of a step by every clock."""

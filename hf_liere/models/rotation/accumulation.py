@@ -44,8 +44,9 @@ def accumulate_rotations(model: nn.Module, *, sync_gradients: bool) -> Iterator[
     ```
 
     Between micro-batches the rotations of every grid stay in memory with what their backward pass needs, and the sums
-    of their gradients. Other encodings, positions that are not those of a grid (given or perturbed ones), compiled
-    models and replicas of `DataParallel` accumulate as without it.
+    of their gradients. `zero_grad` between micro-batches forgets the sums, except under FSDP, where it has no gradients
+    to zero. Encodings other than LieRE and RoPE-Mixed, positions that are not those of a grid (given or perturbed
+    ones), compiled models and replicas of `DataParallel` accumulate as without it.
 
     Args:
         model: A model with rotary encodings, patched or wrapped ones included.
