@@ -20,7 +20,7 @@ from typing import Any
 
 
 PACKAGES = ("hf_liere", "torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "timm")
-PACKAGES += ("triton", "numpy", "torchvision", "PIL")
+PACKAGES += ("diffusers", "triton", "numpy", "torchvision", "PIL")
 VARIABLES = "(?!.*(TOKEN|KEY|SECRET|PASSWORD))(HF_LIERE_.*|(PY)?TORCH_.*|TRITON_.*|OMP_NUM_THREADS|HF_HOME"
 VARIABLES += "|ATEN_CPU_CAPABILITY|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|XDG_CACHE_HOME)"
 TYPES = ("float32", "bfloat16", "float16", "float64")

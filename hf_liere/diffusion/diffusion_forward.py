@@ -181,7 +181,7 @@ def prepare_attention(
         separate = patch.family.text == "separate"
         parts = [take_off(turn, patch.table) for turn in (turns if separate else [turns])]
         if isinstance(encoding, PretrainedFrequencies):
-            given = turns = _turn_parts(patch, encoding, layer, parts)
+            given = turns = _turn_parts(patch, encoding, layer, parts, attention)
         else:
             # Wan's cos has a dimension for heads.
             given = [places.squeeze(2) if places.ndim == 4 else places for _, places, _ in parts]
@@ -194,12 +194,16 @@ def prepare_attention(
     return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
-def _turn_parts(patch: Any, encoding: PretrainedFrequencies, layer: int, parts: list) -> list[Turn]:
+def _turn_parts(
+    patch: Any, encoding: PretrainedFrequencies, layer: int, parts: list, attention: nn.Module
+) -> list[Turn]:
     """The rotations of images, and of text where it has its own, with the frequencies of a layer."""
     if patch.schedule is None and layer not in encoding.place:
         return [turn for turn, *_ in parts]
     size = None
     if patch.schedule is not None:
+        if getattr(getattr(attention, "processor", None), "_parallel_config", None) is not None:
+            raise RuntimeError("A schedule needs the size of the image, but this device has some of its tokens.")
         places = parts[0][1].flatten(0, -2)  # (N, A), of images
         size = places.amax(0) - places.amin(0) + 1  # (A,)
     return [encoding(layer, turn, places, patch.schedule, size, level) for turn, places, level in parts]

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,12 @@ def hub(hub):
 # Pages whose blocks are scripts, each of which reads what those before it saved.
 OWN_PROCESSES = ("fine_tuning.md",)
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-RUNNING = [
-    pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.name in ("publish.md", "inspect.md") else [])
-    for page in PAGES
-    if blocks(page)
-]
+MARKS = {
+    "publish.md": pytest.mark.slow,
+    "inspect.md": pytest.mark.slow,
+    "diffusion.md": pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers needs Python 3.11"),
+}
+RUNNING = [pytest.param(page, id=name(page), marks=MARKS.get(page.name, ())) for page in PAGES if blocks(page)]
 
 
 @pytest.mark.parametrize("page", RUNNING)

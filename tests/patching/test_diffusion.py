@@ -23,7 +23,7 @@ from hf_liere import (
 from hf_liere.diffusion.families import FAMILIES
 
 
-diffusers = pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
+diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusers.hooks import apply_group_offloading  # noqa: E402
 from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, normal, run  # noqa: E402
 
@@ -85,6 +85,17 @@ def test_start_gradients_and_unpatching(case, config):
     assert (run(model, inputs) - before).abs().max() > 1e-4
     unpatch(model)
     assert type(model) is kind and not is_patched(model) and torch.equal(run(model, inputs), before)
+
+
+@pytest.mark.parametrize("config", [PLANES, BLOCKS], ids=lambda config: config.position_encoding)
+@torch.no_grad()
+def test_tokens_at_zero_stay_as_they_are(config):
+    """FLUX.1's text is at 0 on all axes; here the image is as well, so that nothing may change."""
+    model, inputs = FLUX.build(), FLUX.inputs()
+    inputs["img_ids"] = torch.zeros_like(inputs["img_ids"])
+    before = run(model, inputs)
+    randomize(patch(model, config), 0.5)
+    assert (run(model, inputs) - before).abs().max() < 1e-6
 
 
 @each

@@ -9,7 +9,7 @@ from torch import nn
 from hf_liere import FrequencySchedule, patch, set_frequency_schedule, unpatch
 
 
-diffusers = pytest.importorskip("diffusers", reason="the extra `diffusers` is not installed")
+diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, run  # noqa: E402
 
 
