@@ -181,7 +181,7 @@ def prepare_attention(
         separate = patch.family.text == "separate"
         parts = [take_off(turn, patch.table) for turn in (turns if separate else [turns])]
         if isinstance(encoding, PretrainedFrequencies):
-            given = turns = _turn_parts(patch, encoding, layer, parts, attention)
+            given = turns = _turn_parts(patch, encoding, layer, parts, attention, options)
         else:
             # Wan's cos has a dimension for heads.
             given = [places.squeeze(2) if places.ndim == 4 else places for _, places, _ in parts]
@@ -195,7 +195,7 @@ def prepare_attention(
 
 
 def _turn_parts(
-    patch: Any, encoding: PretrainedFrequencies, layer: int, parts: list, attention: nn.Module
+    patch: Any, encoding: PretrainedFrequencies, layer: int, parts: list, attention: nn.Module, options: dict
 ) -> list[Turn]:
     """The rotations of images, and of text where it has its own, with the frequencies of a layer."""
     if patch.schedule is None and layer not in encoding.place:
@@ -204,6 +204,10 @@ def _turn_parts(
     if patch.schedule is not None:
         if getattr(getattr(attention, "processor", None), "_parallel_config", None) is not None:
             raise RuntimeError("A schedule needs the size of the image, but this device has some of its tokens.")
+        if patch.timestep_hook is not None and options.get("kv_cache_mode") is not None:
+            raise RuntimeError(
+                "Cached keys have the frequencies of another noise level than the schedule gives queries."
+            )
         places = parts[0][1].flatten(0, -2)  # (N, A), of images
         size = places.amax(0) - places.amin(0) + 1  # (A,)
     return [encoding(layer, turn, places, patch.schedule, size, level) for turn, places, level in parts]
@@ -287,5 +291,5 @@ def finish_attention(attention: nn.Module, args: tuple, output: Any) -> None:
     if current is not None and current.pending:
         raise RuntimeError(
             f"{type(attention).__name__} of layer {current.layer} made {sorted(current.pending)} in another way than "
-            "when it was patched (fused projections?), so these are not rotated; unpatch the model first."
+            "when it was patched (fused projections, or a cache?), so these are not rotated; unpatch the model first."
         )

@@ -264,10 +264,12 @@ def _find_table(tower: DiffusionTower) -> PlaneTable:
         return family.planes(model)
     assert family.example is not None and family.coordinates is not None, "a family with a rotary module"
     table, rope, device = family.planes(model), getattr(model, family.rope), device_of(model)
-    arguments = [x.to(device) if isinstance(x, torch.Tensor) else x for x in family.example(model)]
-    arguments = [device if isinstance(x, torch.device) else x for x in arguments]
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in family.example(model).items()
+    }
     with torch.no_grad():
-        turns, coordinates = rope(*arguments), family.coordinates(rope, *arguments)
+        turns, coordinates = rope(**arguments), family.coordinates(rope, **arguments)
     separate = family.text == "separate"
     for turn, places in zip(turns, coordinates) if separate else [(turns, coordinates)]:
         places = places.to(working_dtype(places.device))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.patched.module_inspection import device_of
+
 
 ADJACENT, HALVES = "adjacent", "halves"
 
@@ -59,7 +61,7 @@ class DiffusionFamily:
         planes: (model) → the planes of the channels that one cos and sin cover: a head, or all heads in a row.
         coordinates: (rope, …) → (…, N, A) coordinates for the arguments of the rotary module, in the shape of its cos;
             a tuple where it returns several rotations, of images and of text.
-        example: (model) → arguments of the rotary module for a few tokens.
+        example: (model) → arguments of the rotary module for a few tokens, by name.
         pairing: The two channels of a plane: `"adjacent"`, or the same channel of both halves of a head.
         heads_first: Whether queries and keys are (B, H, N, D), not (B, N, H, D), when attention has normalised them.
         text: Where tokens of text stand in the rotations: `"first"`; `"separate"` if they have rotations of their own;
@@ -76,7 +78,7 @@ class DiffusionFamily:
     argument: str
     planes: Callable[[Any], PlaneTable] | None = None
     coordinates: Callable[..., Any] | None = None
-    example: Callable[[Any], tuple] | None = None
+    example: Callable[[Any], dict] | None = None
     pairing: str = ADJACENT
     heads_first: bool = False
     text: str = "unrotated_last"
@@ -189,18 +191,18 @@ def _place_qwen(
     return torch.cat(images), text.unsqueeze(-1).expand(-1, 3)  # (N_image, 3), (N_text, 3)
 
 
-def _few_ids(model: Any) -> tuple:
+def _few_ids(model: Any) -> dict:
     axes = len(getattr(model, "axes_dims", None) or model.config.axes_dims_rope)
-    return (torch.arange(5 * axes).view(5, axes) % 7,)
+    return {"ids": torch.arange(5 * axes).view(5, axes) % 7}
 
 
-def _few_latents(*patch: str) -> Callable[[Any], tuple]:
+def _few_latents(*patch: str) -> Callable[[Any], dict]:
     """Two patches on every axis; `patch` names fields of the configuration, one for every axis or one with all."""
 
-    def example(model: Any) -> tuple:
+    def example(model: Any) -> dict:
         sizes = [model.config[name] for name in patch]
         sizes = sizes[0] if isinstance(sizes[0], (list, tuple)) else sizes
-        return (torch.zeros(1, 1, *(2 * size for size in sizes)),)
+        return {"hidden_states": torch.zeros(1, 1, *(2 * size for size in sizes))}
 
     return example
 
@@ -232,7 +234,7 @@ FAMILIES = {
         argument="image_rotary_emb",
         planes=FLUX["planes"],
         coordinates=_place_qwen,
-        example=lambda model: ([[(1, 2, 3), (1, 3, 2)]], torch.device("cpu"), 4),
+        example=lambda model: {"video_fhw": [[(1, 2, 3), (1, 3, 2)]], "max_txt_seq_len": 4, "device": device_of(model)},
         text="separate",
         noise_level=_as_it_is,
     ),
@@ -273,7 +275,7 @@ FAMILIES = {
         argument="image_rotary_emb",
         planes=_ltx_planes,
         coordinates=_place_ltx,
-        example=lambda model: (torch.zeros(1, 12, 1), 2, 2, 3, (0.5, 32, 32)),
+        example=lambda model: {"hidden_states": torch.zeros(1, 12, 1), "video_coords": torch.arange(36).view(1, 3, 12)},
         argument_of_scale="rope_interpolation_scale",
     ),
     "CosmosTransformer3DModel": DiffusionFamily(
@@ -282,7 +284,7 @@ FAMILIES = {
         argument="image_rotary_emb",
         planes=_cosmos_planes,
         coordinates=_place_cosmos,
-        example=lambda model: (*_few_latents("patch_size")(model), 12),
+        example=lambda model: {**_few_latents("patch_size")(model), "fps": 12},
         pairing=HALVES,
         heads_first=True,
     ),

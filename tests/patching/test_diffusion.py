@@ -25,7 +25,7 @@ from hf_liere.diffusion.families import FAMILIES
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusers.hooks import apply_group_offloading  # noqa: E402
-from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, normal, run  # noqa: E402
+from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, VARIANTS, ZEROS, normal, run  # noqa: E402
 
 
 ROW = re.compile(r"^\| `(\w+Model)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -124,6 +124,19 @@ def test_table_of_the_page(case):
 
 def test_table_has_every_class():
     assert set(ROWS) == set(BY_NAME) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", VARIANTS.values(), ids=VARIANTS)
+@torch.no_grad()
+def test_other_forms_of_inputs(case):
+    model, inputs = case.build(), case.inputs()
+    before = run(model, inputs)
+    for config in (PLANES, BLOCKS) if case.rotates else (ZEROS,):
+        error = (run(patch(model, config), inputs) - before).abs().max()
+        assert error < 1e-5 if config is BLOCKS else error == 0
+        randomize(model)
+        assert (run(model, inputs) - before).abs().max() > 1e-4
+        unpatch(model)
 
 
 @rotating

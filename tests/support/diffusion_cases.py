@@ -321,6 +321,51 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
+def cogvideox_crop():
+    """A crop of a larger image, as pipelines of CogVideoX 1.0 place it."""
+    return cogvideox() | {"image_rotary_emb": get_3d_rotary_pos_embed(32, ((5, 3), (40, 60)), (3, 4), 3)}
+
+
+def cogvideox_pairs():
+    """Two frames in a token, as CogVideoX 1.5 has them."""
+    options = {"grid_type": "slice", "max_size": (8, 8)}
+    rotations = get_3d_rotary_pos_embed(32, None, (3, 4), 2, **options)
+    return cogvideox() | {"hidden_states": normal(2, 4, 4, 6, 8), "image_rotary_emb": rotations}
+
+
+def wan_image_to_video():
+    context = {"encoder_hidden_states": normal(2, 512, 16), "encoder_hidden_states_image": normal(2, 3, 8)}
+    return wan() | context
+
+
+def z_image_omni():
+    return {
+        "x": [[normal(4, 1, 4, 4), normal(4, 1, 6, 8)]],
+        "t": torch.full((1,), 0.3),
+        "cap_feats": [[normal(5, 16), normal(3, 16)]],
+        "siglip_feats": [[normal(2, 3, 12), None]],
+        "image_noise_mask": [[0, 1]],
+    }
+
+
+def vary(name, inputs, **config):
+    return dataclasses.replace(BY_NAME[name], config=BY_NAME[name].config | config, inputs=inputs)
+
+
+# Other configurations of these classes and other forms of their inputs.
+VARIANTS = {
+    "layered": vary("QwenImageTransformer2DModel", qwen, use_layer3d_rope=True),
+    "omni": vary("ZImageTransformer2DModel", z_image_omni, siglip_feat_dim=12),
+    "image_to_video": vary("WanTransformer3DModel", wan_image_to_video, image_dim=8, added_kv_proj_dim=32),
+    "token_replace": vary("HunyuanVideoTransformer3DModel", hunyuan, image_condition_type="token_replace"),
+    "video_coords": vary("LTXVideoTransformer3DModel", lambda: ltx() | {"video_coords": normal(2, 3, 36).abs()}),
+    "image": vary("CosmosTransformer3DModel", lambda: cosmos() | {"fps": None}),
+    "crop": vary("CogVideoXTransformer3DModel", cogvideox_crop),
+    "pairs_of_frames": vary("CogVideoXTransformer3DModel", cogvideox_pairs, patch_size_t=2),
+    "without_norm": vary("SD3Transformer2DModel", sd3, qk_norm=None, dual_attention_layers=()),
+}
+
+
 def run(model, inputs):
     """The output, a tensor; of images of several sizes, their values in a row."""
     output = model(**inputs, return_dict=False)[0]
