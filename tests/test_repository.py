@@ -95,6 +95,13 @@ def test_the_citation_names_the_version_and_both_papers():
         assert reference["url"] == paper["url"]
 
 
+def test_every_folder_of_the_package_is_in_the_wheel():
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "hf_liere").rglob("__init__.py")}
+    # Outside of the package in a wheel, so that the command starts without importing it.
+    folders -= {Path("hf_liere/launcher")}
+    assert {".".join(folder.parts) for folder in folders} < set(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
 def test_the_conda_recipe_requires_what_the_package_requires():
     recipe, project = read(".conda/recipe.yaml"), PYPROJECT["project"]
     assert recipe["context"]["version"] == hf_liere.__version__ and recipe["package"]["name"] == project["name"]
