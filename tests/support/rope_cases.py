@@ -283,12 +283,13 @@ def memories():
 
 
 class MemoryAttention(nn.Module):
-    """The part of SAM 2 for videos that rotates."""
+    """The part of a model of videos (SAM 2, EdgeTAM) that rotates."""
 
-    def __init__(self):
+    def __init__(self, family, name, **fields):
         super().__init__()
-        models = importlib.import_module("transformers.models.sam2_video.modeling_sam2_video")
-        self.attention = models.Sam2VideoMemoryAttention(models.Sam2VideoConfig(**MEMORY))
+        models = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        config = getattr(models, f"{name}Config")(**MEMORY, **fields)
+        self.attention = getattr(models, f"{name}MemoryAttention")(config)
 
     def can_generate(self):
         return False
@@ -306,7 +307,14 @@ FAMILIES = {
     "deepseek_v3": language("DeepseekV3", **LATENT, **EXPERTS),
     "minicpm3": language("MiniCPM3", **{**LATENT, "q_lora_rank": 16}),
     "sam3": Case(part("sam3", "Sam3ViTConfig", "Sam3ViTModel", **SMALL, **SAM3), grids, ("",)),
-    "sam2_video": Case(MemoryAttention, memories, ("attention",), rotating_layers=4),
+    "sam2_video": Case(lambda: MemoryAttention("sam2_video", "Sam2Video"), memories, ("attention",), rotating_layers=4),
+    # Keys have positions of their own.
+    "edgetam_video": Case(
+        lambda: MemoryAttention("edgetam_video", "EdgeTamVideo", memory_attention_rope_k_sizes=[2, 4]),
+        lambda: {**memories(), "num_spatial_memory_tokens": 3},
+        ("attention",),
+        rotating_layers=4,
+    ),
     "recurrent_gemma": language("RecurrentGemma", **HEADS, num_hidden_layers=6, attention_window_size=32, lru_width=48),
     "moshi": language("Moshi", **HEADS, ffn_dim=64),
     "molmo2": Case(
@@ -327,6 +335,10 @@ FAMILIES = {
 }
 if not hasattr(transformers, "Molmo2TextModel"):
     del FAMILIES["molmo2"]
+if hasattr(transformers, "Lfm3ForCausalLM"):
+    # One layer is a convolution.
+    plain = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
+    FAMILIES["lfm3"] = language("Lfm3", rotating_layers=1, layer_types=["conv", "full_attention"], **plain)
 
 
 def blocks(encoding="liere", **fields):

@@ -264,8 +264,12 @@ def _examine_all(modules: dict[str, nn.Module], owner: str, name: str, count: in
             f"{name} rotates types of layers differently, but the configuration of {owner or type(module).__name__} "
             f"has {len(types)} layer_types for {count} attention modules."
         )
-    found = {kind: examine(rope, name, inner, f"{kind}_inv_freq", kind) for kind in dict.fromkeys(types)}
-    return [found[kind] for kind in types]
+    buffers = {kind: f"{kind}_inv_freq" for kind in dict.fromkeys(types) if f"{kind}_inv_freq" in rope._buffers}
+    found = {kind: examine(rope, name, inner, buffer, kind) for kind, buffer in buffers.items()}
+    if not found:
+        raise ValueError(f"{name} ({type(rope).__name__}) has frequencies for none of the layer_types {types}.")
+    # Layers of other types, such as convolutions, do not rotate.
+    return [found.get(kind, next(iter(found.values()))) for kind in types]
 
 
 def _refuse_different_channels(tower: RopeTower, ropes: list[str]) -> None:
