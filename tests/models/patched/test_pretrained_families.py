@@ -4,7 +4,7 @@ import pytest
 import torch
 from patching_cases import same_bits
 from patching_checks import check_adapters, check_cached_steps, check_unpatched, close_to_start
-from rope_cases import FAMILIES, PLANES, blocks, build, check_relative, find_case, outputs, tokens
+from rope_cases import FAMILIES, PLANES, blocks, build, check_relative, find_case, outputs
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
 
@@ -20,6 +20,10 @@ WITHOUT_BLOCKS = {
     "llama_longrope": "rope_type='longrope', which computes other frequencies for longer inputs, and blocks have fixed",
 }
 RUNS = [(name, kind) for name in FAMILIES for kind in CONFIGS if kind == "planes" or name not in WITHOUT_BLOCKS]
+# Memories have tokens without a position, dynamic frequencies follow from the largest one, and blocks of two axes
+# depend on more than differences.
+ABSOLUTE = {("sam2_video", "planes"), ("edgetam_video", "planes"), ("llama_dynamic", "planes"), ("sam3", "blocks")}
+RELATIVE = [run for run in RUNS if run not in ABSOLUTE]
 
 
 def take_step(model, inputs):
@@ -62,14 +66,8 @@ def test_adapters_in_a_fresh_process(kind, tmp_path):
     check_adapters(models, tmp_path)
 
 
-@pytest.mark.parametrize(
-    # Blocks of two axes depend on more than differences.
-    "name, kind",
-    [(name, kind) for name, kind in RUNS if kind == "planes" or FAMILIES[name].inputs is tokens],
-)
+@pytest.mark.parametrize("name, kind", RELATIVE)
 def test_outputs_depend_on_differences_of_positions(name, kind):
-    if name in ("sam2_video", "edgetam_video", "llama_dynamic"):
-        pytest.skip("memories have tokens without a position, and dynamic frequencies follow from the largest one")
     check_relative(name, CONFIGS[kind])
 
 
