@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..errors import InputError
 from ..models.patched.attention_probe import Probe
 from ..models.patched.coordinate_probe import (
     TOKENS,
@@ -22,6 +23,7 @@ from ..models.patched.coordinate_probe import (
 from ..models.patched.module_inspection import takes
 from ..models.patched.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
 from ..models.patched.rope_pairs import Pairs, find_key_sources, find_pairs, rotates
+from ..models.patched.tower_patch import patched_towers
 from .rotation import Rotation, compute_law
 from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
 
@@ -127,7 +129,15 @@ def find_rotations(model: nn.Module) -> Iterator[FoundRotation | UnreadableError
 
     Args:
         model: Any model of transformers, on any device; on the meta device nothing needs values.
+
+    Raises:
+        InputError: if the model is patched.
     """
+    if any(patched_towers(model)):
+        raise InputError(
+            f"{type(model).__name__} has learned rotations: accepted are models with their own RoPE; hf-liere inspect "
+            "shows what was learned."
+        )
     modules = dict(model.named_modules())
     ropes = [name for name, module in modules.items() if name and frequency_buffers(module)]
     for target in group_ropes(modules, ropes):

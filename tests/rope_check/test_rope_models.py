@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from rope_cases import CASES, LLAMA3, YARN, build, rope
+from rope_cases import CASES, LLAMA3, PLANES, YARN, build, rope
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTRopePositionEmbedding
 
+from hf_liere import patch
 from hf_liere.cli import main
 from hf_liere.rope_check.measurement import find_cache_faults, measure
 from hf_liere.rope_check.reading import find_rotations
@@ -214,9 +215,12 @@ def test_what_the_command_refuses(tmp_path, capsys):
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit" / "config.json").write_text(json.dumps({"model_type": "vit"}))
     (tmp_path / "empty.safetensors").write_bytes(b"{")
+    patch(small_llama(), PLANES).save_pretrained(tmp_path / "patched")
+    capsys.readouterr()
     for arguments, message in (
         ([], "accepted are models, --check FILE, or --all"),
         (["--all"], "--all needs --vectors"),
+        ([str(tmp_path / "patched")], "has learned rotations: accepted are models with their own RoPE"),
         ([str(tmp_path / "vit")], "has no module with frequencies (inv_freq)"),
         ([str(tmp_path / "vit"), "--vectors", str(tmp_path / "out")], "has no rotation that can be written"),
         (["--check", str(tmp_path / "empty.safetensors")], "accepted are files of safetensors"),
