@@ -12,8 +12,9 @@ from .rotation import Rotation, compute_law
 
 # An error of an angle that matters, in radians, where float32 does not round by more.
 ALARM = 1e-3
-# Angles in float32 have a relative error of 2⁻²⁴ from the frequency, and as much from its product with the position.
-FLOAT32_ANGLE = 2.0**-23
+# Angles in float32 have a relative error of 2⁻²³ from the power of the base, and of 2⁻²⁴ each from its reciprocal and
+# from the product with the position.
+FLOAT32_ANGLE = 2.0**-22
 # The share of values that a fault has to explain; values near the middle of two numbers may round either way.
 EXPLAINED = 0.98
 TENSORS = ("cos", "sin", "rotated_query", "rotated_key")
@@ -163,7 +164,8 @@ def _largest(values: torch.Tensor, chosen: torch.Tensor) -> float:
 def _explain(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None) -> list[tuple[Fault, ...]]:
     """The faults that explain the evidence best: one, or two if no single one does."""
     singles = list(find_faults(rotation, _propose_thetas(rotation, evidence), others))
-    found = _choose([(fault,) for fault in singles], evidence)
+    known = _share(evidence.measure(rotation))
+    found = _choose([(fault,) for fault in singles], evidence, known)
     if found:
         return found
     twice: list[tuple[Fault, ...]] = []
@@ -171,26 +173,32 @@ def _explain(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotati
         thetas = _propose_thetas(fault.rotation, evidence)
         # Each pair once; a base is looked for after the other fault, which may hide it.
         twice += [(fault, other) for other in find_faults(fault.rotation, thetas) if _order(other) > _order(fault)]
-    return _choose(twice, evidence)
+    return _choose(twice, evidence, known)
 
 
 def _order(fault: Fault) -> tuple[bool, str]:
     return fault.kind == "base", fault.kind
 
 
-def _choose(proposals: list[tuple[Fault, ...]], evidence: Evidence) -> list[tuple[Fault, ...]]:
-    """Those proposals that explain the evidence, and no worse than the best one, without those of the same names."""
+def _share(measured: list[tuple[torch.Tensor, torch.Tensor]] | None) -> float:
+    """The share of values whose errors are allowed, in the tensor where it is least."""
+    return min((float((error <= allowed).double().mean()) for error, allowed in measured or ()), default=0.0)
+
+
+def _choose(proposals: list[tuple[Fault, ...]], evidence: Evidence, known: float) -> list[tuple[Fault, ...]]:
+    """
+    Those proposals that explain more of the evidence than the share that needs no fault, and no worse than the best
+    one, without those of the same names.
+    """
     scored: dict[tuple[str, ...], tuple[float, float, tuple[Fault, ...]]] = {}
     for faults in proposals:
         measured = evidence.measure(faults[-1].rotation)
-        shares = [float((error <= allowed).double().mean()) for error, allowed in measured or ()]
-        if min(shares, default=0.0) < EXPLAINED:
+        if measured is None or _share(measured) < max(EXPLAINED, known + 1e-9):
             continue
-        assert measured is not None
         score = max(float(error.clamp(max=1).mean()) for error, _ in measured)
         names = tuple(sorted(fault.name for fault in faults))
         if names not in scored or score < scored[names][1]:
-            scored[names] = min(shares), score, faults
+            scored[names] = _share(measured), score, faults
     most = max((share for share, _, _ in scored.values()), default=0.0) - 1e-3
     best = min((score for share, score, _ in scored.values() if share >= most), default=0.0)
     chosen = [faults for share, score, faults in scored.values() if share >= most and score <= 1.5 * best + 1e-7]
