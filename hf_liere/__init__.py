@@ -5,6 +5,7 @@ from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
 from .diffusion.diffusion_patch import set_frequency_schedule
 from .diffusion.schedules import FrequencySchedule, ScheduleInput
+from .geometry import pose_attention  # noqa: F401 (registers an attention implementation)
 from .geometry.orientations import (
     matrix_to_rotation_vector,
     quaternion_to_rotation_vector,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_liere import PoseEmbedding, grid_positions
+from hf_liere import LieRETokensConfig, LieRETokensForTokenClassification, PoseEmbedding, grid_positions
 
 
 HEADS, HEAD_DIM = 2, 16
@@ -413,3 +413,52 @@ def test_distant_poses_in_float32_are_reported(dtype, warned, caplog):
         assert ("more than 169 units" in caplog.text) == warned
     finally:
         logger.removeHandler(caplog.handler)
+
+
+def tokens_model(**fields):
+    """A model of transformers that attends by poses, with weights that are large enough to tell tokens apart."""
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 48, "feature_size": 3, "num_labels": 2, "num_axes": 6, "initializer_range": 0.3}
+    sizes |= {"position_encoding": "none", "use_class_token": False, "pooling": "mean"}
+    model = LieRETokensForTokenClassification(LieRETokensConfig(**sizes | fields)).eval()
+    model.set_attn_implementation("pose_embedding")
+    return model
+
+
+def test_attention_of_a_model_is_that_of_every_pair_of_tokens():
+    model = tokens_model().double()
+    attention = model.liere.layers[0].attention
+    states, poses = torch.randn(1, 6, HEADS * HEAD_DIM, dtype=torch.float64), random_poses(1, 6)
+    to_camera = torch.linalg.inv(poses[0])
+    transforms = [torch.block_diag(*[each] * (HEAD_DIM // 4)) for each in to_camera]
+    heads = [getattr(attention, f"{name}_proj")(states)[0].unflatten(-1, (HEADS, -1)) for name in "qkv"]
+    attended = [pairwise(*(part[:, head] for part in heads), transforms, transforms) for head in range(HEADS)]
+    with torch.no_grad():
+        found, _ = attention(states, poses=poses)
+        torch.testing.assert_close(found[0], attention.o_proj(torch.cat(attended, -1)), rtol=0, atol=1e-10)
+
+
+def test_outputs_of_a_model_do_not_change_when_the_scene_moves():
+    model, features, poses = tokens_model(), torch.randn(2, 6, 3), random_poses(2, 6)
+    visible = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        before = model(features, poses=poses, attention_mask=visible).logits
+        moved = random_poses(2, 1, distance=50.0) @ poses
+        after = model(features, poses=moved, attention_mask=visible).logits
+        # Poses in float64 become relative before they are rounded.
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * before.abs().max().item())
+        frames = PoseEmbedding(HEAD_DIM).frames(poses)
+        assert torch.equal(model(features, poses=frames, attention_mask=visible).logits, before)
+        assert (model(features, poses=poses.roll(1, 1), attention_mask=visible).logits - before).abs().max() > 1e-2
+        # Hidden tokens are not attended to, wherever they are.
+        hidden = torch.where(visible.bool()[..., None, None], poses, random_poses(2, 6))
+        other = model(features, poses=hidden, attention_mask=visible).logits
+        torch.testing.assert_close(other[visible.bool()], before[visible.bool()], rtol=0, atol=1e-5)
+
+
+def test_a_model_needs_the_poses_of_all_tokens():
+    features, poses = torch.randn(1, 6, 3), random_poses(1, 6)
+    with pytest.raises(ValueError, match=r"attn_implementation='pose_embedding' needs the poses of all tokens"):
+        tokens_model()(features)
+    with pytest.raises(ValueError, match="poses of 6 tokens in 1 samples, but query of shape"):
+        tokens_model(use_class_token=True)(features, poses=poses)
