@@ -52,7 +52,8 @@ def shape_of(path):
 
 @pytest.mark.parametrize("encoding, block_size, suffix", ANY_SIZE)
 def test_images_of_any_size(tiny, tmp_path, encoding, block_size, suffix):
-    config = tiny(position_encoding=encoding, block_size=block_size, num_hidden_layers=1)
+    fields = {"rotate_values": True} if encoding == "liere_product" else {}
+    config = tiny(position_encoding=encoding, block_size=block_size, num_hidden_layers=1, **fields)
     model = perturb(hf_liere.LieREViTForImageClassification(config))
     path = export_model(model, tmp_path / "folder" / f"model{suffix}")
     pixels = [torch.randn(1, 3, 16, 16), torch.randn(3, 3, 8, 40), torch.randn(2, 3, 32, 12)]
