@@ -133,7 +133,9 @@ def test_other_forms_of_inputs(case):
     before = run(model, inputs)
     for config in (PLANES, BLOCKS) if case.rotates else (ZEROS,):
         error = (run(patch(model, config), inputs) - before).abs().max()
-        assert error < 1e-5 if config is BLOCKS else error == 0
+        # Angles of LTX are rounded to float32 by diffusers, see above.
+        tolerance = 1e-4 if case.name.startswith("LTX") else 1e-5
+        assert error < tolerance if config is BLOCKS else error == 0
         randomize(model)
         assert (run(model, inputs) - before).abs().max() > 1e-4
         unpatch(model)
