@@ -81,6 +81,8 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
 def make_plans(model: nn.Module, config: RotaryPatchConfig) -> list:
     """The first half of [`patch`]: check a configuration against a model of transformers or of diffusers."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{type(model).__name__} is not a torch module; of a pipeline, pass pipeline.transformer.")
     if not is_diffusion_model(model):
         return plan(model, config)
     require_unpatched(model)

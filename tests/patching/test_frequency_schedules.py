@@ -156,6 +156,8 @@ def test_refused_schedules():
 def test_refused_models():
     with pytest.raises(ValueError, match="no configuration of diffusers"):
         unpatch(patch(FLUX.build(), PLANES), keep_frequencies=True)
+    with pytest.raises(ValueError, match="pass pipeline.transformer"):
+        patch(diffusers.DiffusionPipeline(), PLANES)
     sd3, wan, cogvideox = (
         BY_NAME[f"{name}Transformer{kind}Model"] for name, kind in (("SD3", "2D"), ("Wan", "3D"), ("CogVideoX", "3D"))
     )
