@@ -95,7 +95,7 @@ def record_noise_level(names: tuple[str, ...], noise_level: Callable, model: Any
 
 def _noise_level(patch: Any) -> torch.Tensor | None:
     """That of the forward pass, if a schedule asks for it."""
-    return None if patch.timestep_hook is None else thread.noise_level
+    return thread.noise_level if patch.reads_level else None
 
 
 def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -204,7 +204,7 @@ def _turn_parts(
     if patch.schedule is not None:
         if getattr(getattr(attention, "processor", None), "_parallel_config", None) is not None:
             raise RuntimeError("A schedule needs the size of the image, but this device has some of its tokens.")
-        if patch.timestep_hook is not None and options.get("kv_cache_mode") is not None:
+        if patch.reads_level and options.get("kv_cache_mode") is not None:
             raise RuntimeError(
                 "Cached keys have the frequencies of another noise level than the schedule gives queries."
             )

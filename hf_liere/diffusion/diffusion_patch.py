@@ -67,7 +67,8 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
         train_grid, coordinates: Patches per axis in training and the convention of their coordinates, for models that
             do not rotate.
         schedule: Of the frequencies, `None` for none.
-        timestep_hook: The hook that records the noise level for the schedule, if that depends on it.
+        reads_level: Whether the schedule depends on the noise level.
+        level_hooks: Then the hook that records it.
         outputs: Hooks on the modules that make queries and keys.
     """
 
@@ -78,7 +79,8 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
     train_grid: tuple[int, ...] = ()
     coordinates: str = ""
     schedule: Schedule | None = None
-    timestep_hook: Any = None
+    reads_level: bool = False
+    level_hooks: list = field(default_factory=list)
     outputs: OutputHooks = field(default_factory=OutputHooks)
 
     @property
@@ -140,9 +142,9 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
                 self.outputs.follow((layer, stream, part), state_module(attention, stream, part), hook)
 
     def remove_schedule(self) -> None:
-        if self.timestep_hook is not None:
-            self.timestep_hook.remove()
-        self.schedule = self.timestep_hook = None
+        while self.level_hooks:
+            self.level_hooks.pop().remove()
+        self.schedule, self.reads_level = None, False
 
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
@@ -324,9 +326,10 @@ def set_frequency_schedule(
         patch.remove_schedule()
         patch.schedule, level = schedule, noise_level or patch.family.noise_level
         is_static = isinstance(schedule, FrequencySchedule) and schedule.dype is None
-        if schedule is not None and level is not None and not is_static:
+        patch.reads_level = schedule is not None and level is not None and not is_static
+        if patch.reads_level:
             hook = partial(record_noise_level, tuple(forward_arguments(tower)), level)
-            patch.timestep_hook = tower.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            patch.level_hooks.append(tower.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
 
 def _check_schedule(tower: nn.Module, schedule: Schedule | None, noise_level: Callable | None) -> None:
