@@ -35,7 +35,7 @@ from training.common.records import describe_examples
 from training.data.tokens import TokenDataArguments, TokenExamples, collate_tokens, load_tokens
 from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
 from training.engine.runs import prepare_output_dir, run, start
-from training.engine.token_setup import resolve_tokens_config
+from training.engine.token_setup import attend_by_poses, resolve_tokens_config
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     set_seed(args.seed)
     classes = data.for_model()
     model = build_model(model_args, config, classes, args.do_train, AUTO_CLASSES[data.task])
+    if data_args.pose_columns:
+        attend_by_poses(model)
     if checkpoint is not None:
         check_checkpoint_keys(checkpoint, model)
     numbers = order_labels(classes, model.config)

@@ -1,4 +1,4 @@
-"""Generated orientations: what the data are, that their labels are right, and what turning the world does to models."""
+"""Generated orientations and views: that their labels are right, and what moving the world does to models."""
 
 import math
 
@@ -8,19 +8,20 @@ import torch
 from checkout import ROOT
 
 from hf_liere import LieRETokensForTokenClassification, matrix_to_rotation_vector
+from hf_liere.errors import InputError
 from training import token_classification
 from training.common.command_line import parse_arguments, to_flags
-from training.data import poses
+from training.data import poses, views
 from training.data.augmentation import IGNORED_LABEL
 from training.data.tokens import TokenDataArguments, load_tokens
 
 
-RECIPE = str(ROOT / "training" / "recipes" / "poses_mini.yaml")
+RECIPES = {name: str(ROOT / "training" / "recipes" / f"{name}_mini.yaml") for name in ("poses", "views")}
 FEW = ["--max_train_samples", "640", "--max_eval_samples", "50", "--use_cpu", "true", "--disable_tqdm", "true"]
 
 
-def run(folder, *flags):
-    return token_classification.main([RECIPE, "--output_dir", str(folder), *FEW, *flags])
+def run(folder, *flags, name="poses"):
+    return token_classification.main([RECIPES[name], "--output_dir", str(folder), *FEW, *flags])
 
 
 def exponentials(vectors):
@@ -37,13 +38,14 @@ def angles(rotations):
     return ((rotations.diagonal(dim1=-2, dim2=-1).sum(-1) - 1) / 2).clamp(-1, 1).acos()
 
 
-def test_samples_depend_on_their_split_and_number_alone():
-    many, few = (poses.pose_columns("train", count, 30) for count in (poses.CHUNK + 7, 5))
+@pytest.mark.parametrize("columns", [poses.pose_columns, views.view_columns])
+def test_samples_depend_on_their_split_and_number_alone(columns):
+    many, few = (columns("train", count, 30) for count in (poses.CHUNK + 7, 5))
     assert all(len(values) == poses.CHUNK + 7 for values in many.values())
     for name, values in few.items():
         np.testing.assert_array_equal(values, many[name][:5])
     assert not np.array_equal(few["positions"], many["positions"][poses.CHUNK : poses.CHUNK + 5])
-    assert not np.array_equal(few["positions"], poses.pose_columns("validation", 5, 30)["positions"])
+    assert not np.array_equal(few["positions"], columns("validation", 5, 30)["positions"])
 
 
 @pytest.mark.parametrize("largest", [30.0, 180.0])
@@ -111,6 +113,43 @@ def test_orientations_can_be_features(tmp_path):
     arguments = TokenDataArguments(dataset_name="poses", feature_columns=["matrices"], max_train_samples=3)
     table = load_tokens(arguments, ("training",), 0).train
     np.testing.assert_array_equal(table.features[2], poses.pose_columns("train", 3, 30)["matrices"][2])
+
+
+@pytest.mark.parametrize("largest", [30.0, 180.0])
+def test_cameras_that_see_the_marked_point_are_labelled(largest):
+    columns = views.view_columns("validation", 1000, largest)
+    placed = torch.tensor(columns["poses"], dtype=torch.float64).unflatten(-1, (4, 4))  # (1000, N, 4, 4)
+    # All columns are the same poses, rounded to float32.
+    for part in (exponentials(columns["orientations"]), torch.tensor(columns["matrices"]).unflatten(-1, (3, 3))):
+        torch.testing.assert_close(placed[..., :3, :3], part.double(), atol=1e-6, rtol=0)
+    parts = [columns[name] for name in ("orientations", "translations")]
+    np.testing.assert_array_equal(columns["positions"], np.concatenate(parts, axis=-1))
+    np.testing.assert_array_equal(columns["poses"].reshape(1000, -1, 4, 4)[..., :3, 3], columns["translations"])
+    kinds = columns["features"].argmax(axis=-1)
+    assert (kinds == [0, 0, 0, 0, 1, 2, 2, 2]).all() and (columns["labels"][:, 4:] == IGNORED_LABEL).all()
+    marked = torch.linalg.inv(placed[:, :4]) @ placed[:, 4:5, :, 3:]  # (1000, 4, 4, 1), seen from the cameras
+    away = torch.atan2(marked[..., :2, 0].norm(dim=-1), marked[..., 2, 0])
+    # Poses are rounded to float32.
+    decided = (away - views.FIELD).abs() > 1e-5
+    assert torch.equal((away < views.FIELD)[decided], torch.tensor(columns["labels"][:, :4] == 1)[decided])
+    assert 0.4 < (columns["labels"][:, :4] == 1).mean() < 0.6
+    # Cameras look ahead, and with a scene that is turned by any rotation in all directions.
+    ahead = angles(placed[:, :4, :3, :3]).mean()
+    assert ahead < 1 if largest == 30 else abs(ahead - (math.pi / 2 + 2 / math.pi)) < 0.06
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--pose_columns", "translations"], r"translations have shape \(8, 3\); poses of 8 tokens are \(8, 16\)"),
+        (["--pose_columns", "motions"], "views has no column 'motions'"),
+        (["--use_class_token", "true"], "1 class and register tokens have no pose; accepted: --use_class_token false"),
+        (["--num_attention_heads", "8"], "--pose_columns: head_dim=6: 4 × 4 matrices need multiples of 4"),
+    ],
+)
+def test_poses_that_do_not_fit_are_refused(tmp_path, flags, message):
+    with pytest.raises(InputError, match=message):
+        run(tmp_path / "run", *flags, name="views")
 
 
 def test_settings_of_a_sweep_are_flags():

@@ -1,6 +1,6 @@
 """Samples of tokens with features, positions and labels: reading or generating, checks, and batches."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,20 +10,22 @@ from torch.utils.data import Dataset
 from hf_liere.errors import InputError
 from training.common.arguments import LimitArguments, flag, require_numbers
 from training.common.messages import abbreviate
-from training.data import poses, solids
+from training.data import poses, solids, views
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
 from training.data.token_files import Columns, read_columns
 
 
 TASKS = ("sequence", "token")
-FEATURES, POSITIONS, LABELS = "features", "positions", "labels"
+FEATURES, POSITIONS, LABELS, POSES = "features", "positions", "labels", "poses"
 
 
 @dataclass
 class TokenDataArguments(LimitArguments):
     dataset_name: str | None = flag(
-        None, "`solids` for points on generated solids, `poses` for generated orientations; else pass files."
+        None,
+        "`solids` for points on generated solids, `poses` for generated orientations, `views` for generated cameras; "
+        "else pass files.",
     )
     train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
     validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")
@@ -34,16 +36,27 @@ class TokenDataArguments(LimitArguments):
         None,
         "Columns of positions, concatenated; by default `positions`, or the token's index without such a column.",
     )
+    pose_columns: list[str] | None = flag(
+        None,
+        "Columns of poses, concatenated: 16 numbers per token, a 4 × 4 matrix from body to world row by row. The model "
+        "then attends by hf_liere.PoseEmbedding.",
+    )
     label_column: str = flag(LABELS, "Column of classes, one per sample or one per token.")
     task: str | None = flag(None, "Expected task, `sequence` or `token`; by default decided by the labels.")
     training_points: list[int] = flag([16, 48], "Smallest and largest number of points of a solid to train on.")
     evaluation_points: int = flag(72, "Points of a solid to evaluate.")
     training_angle: float = flag(
-        30.0, "Largest angle of the query of `poses` to train on from the world's axes, in degrees; 180 for all."
+        30.0,
+        "Largest angle of the query of `poses`, or of the scene of `views`, to train on from the world's axes, in "
+        "degrees; 180 for all.",
     )
-    evaluation_angle: float = flag(30.0, "The same of the queries to evaluate.")
+    evaluation_angle: float = flag(30.0, "The same to evaluate.")
 
     def __post_init__(self):
+        # Takes back what a recipe gives.
+        for name, value in vars(self).items():
+            if value in ("None", ["None"]):
+                setattr(self, name, None)
         super().__post_init__()
         if self.dataset_name not in (None, *GENERATED):
             raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: {', '.join(GENERATED)}, or files.")
@@ -68,11 +81,13 @@ class TokenTable:
     Attributes:
         features, positions: float32 arrays (N, features) and (N, axes).
         labels: The class of every sample, or an array (N,) of its tokens' classes, as in the data.
+        poses: float32 arrays (N, 16), or none.
     """
 
     features: list[np.ndarray]
     positions: list[np.ndarray]
     labels: list
+    poses: list[np.ndarray] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.features)
@@ -88,7 +103,7 @@ class TokenTable:
 
     def select(self, indices: np.ndarray | slice) -> "TokenTable":
         chosen = np.arange(len(self))[indices]
-        return TokenTable(*([column[index] for index in chosen] for column in vars(self).values()))
+        return TokenTable(*([column[index] for index in chosen if column] for column in vars(self).values()))
 
     def classes(self) -> set:
         values = np.unique(np.concatenate(self.labels)) if self.is_per_token else set(self.labels)
@@ -166,8 +181,15 @@ def _poses(arguments: TokenDataArguments, part: str, limit: int | None) -> Colum
     return {name: list(values) for name, values in columns.items()}
 
 
+def _views(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
+    split = views.SPLITS[part == "evaluation"]
+    count = limit or views.DEFAULT_SIZES[split]
+    columns = views.view_columns(split, count, getattr(arguments, f"{part}_angle"))
+    return {name: list(values) for name, values in columns.items()}
+
+
 # Columns of a part of the data, at most so many samples, by the name of the generated data set.
-GENERATED = {"solids": _solids, "poses": _poses}
+GENERATED = {"solids": _solids, "poses": _poses, "views": _views}
 
 
 def _from_files(arguments: TokenDataArguments, part: str) -> TokenTable:
@@ -188,6 +210,7 @@ def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
     wanted = {
         *(arguments.feature_columns or [FEATURES]),
         *(arguments.position_columns or [POSITIONS]),
+        *(arguments.pose_columns or []),
         arguments.label_column,
     }
     return _from_columns(arguments, read_columns(name, wanted), name)
@@ -197,10 +220,11 @@ def _from_columns(arguments: TokenDataArguments, columns: Columns, name: str) ->
     """The features, positions and labels that the arguments choose among the columns of the data `name`."""
     features = arguments.feature_columns or [FEATURES]
     positions = arguments.position_columns or ([POSITIONS] if POSITIONS in columns else [])
-    for column in (*features, *positions, arguments.label_column):
+    placed_by = arguments.pose_columns or []
+    for column in (*features, *positions, *placed_by, arguments.label_column):
         if column not in columns:
             raise InputError(f"{name} has no column {column!r}; it has {abbreviate(list(columns))}.")
-    samples = {column: len(columns[column]) for column in (*features, *positions, arguments.label_column)}
+    samples = {name: len(columns[name]) for name in (*features, *positions, *placed_by, arguments.label_column)}
     if len(set(samples.values())) != 1 or 0 in samples.values():
         raise InputError(f"{name} has different numbers of samples, {samples}; accepted: equal numbers, at least 1.")
     made = TokenTable([], [], [])
@@ -216,6 +240,8 @@ def _from_columns(arguments: TokenDataArguments, columns: Columns, name: str) ->
         made.features.append(tokens)
         made.positions.append(placed)
         made.labels.append(_label(label, len(tokens), where))
+        if placed_by:
+            made.poses.append(_stack_poses(columns, placed_by, index, where, len(tokens)))
     for index, sample in enumerate(zip(made.features, made.positions, made.labels)):
         _require_alike(made, TokenTable(*([cell] for cell in sample)), f"{name}, samples 0 and {index}")
     return made
@@ -241,6 +267,17 @@ def _stack_columns(columns: Columns, names: list[str], index: int, where: str) -
     if len({len(part) for part in parts}) != 1:
         raise InputError(f"{where}: {', '.join(names)} have {', '.join(str(len(part)) for part in parts)} tokens.")
     return np.concatenate(parts, axis=1)
+
+
+def _stack_poses(columns: Columns, names: list[str], index: int, where: str, tokens: int) -> np.ndarray:
+    """A float32 array (N, 16) of rigid motions."""
+    given = _stack_columns(columns, names, index, where)
+    if given.shape != (tokens, 16):
+        raise InputError(
+            f"{where}: {', '.join(names)} have shape {given.shape}; poses of {tokens} tokens are ({tokens}, 16), the "
+            "rows of a 4 × 4 matrix for each token."
+        )
+    return given
 
 
 def _label(value: Any, tokens: int, where: str) -> Any:
@@ -311,7 +348,7 @@ def _number_labels(table: TokenTable | None, names: list) -> TokenTable | None:
 @dataclass
 class TokenExamples(Dataset):
     """
-    Examples by index or training key `(epoch, index)`: `features`, `positions` and `label`.
+    Examples by index or training key `(epoch, index)`: `features`, `positions`, `label`, and `poses` if there are any.
 
     Args:
         numbers: The model's number for every label of the data.
@@ -328,23 +365,28 @@ class TokenExamples(Dataset):
         if index == PADDING:
             features, axes = self.table.sizes
             label = np.full(1, IGNORED_LABEL) if self.table.is_per_token else IGNORED_LABEL
-            return {"features": np.zeros((1, features)), "positions": np.zeros((1, axes)), "label": label}
+            example = {"features": np.zeros((1, features)), "positions": np.zeros((1, axes)), "label": label}
+            return example | ({POSES: np.eye(4).reshape(1, 16)} if self.table.poses else {})
         label = self.table.labels[index]
         if self.table.is_per_token:
             label = np.where(label == IGNORED_LABEL, IGNORED_LABEL, np.array(self.numbers)[np.maximum(label, 0)])
         else:
             label = self.numbers[label]
-        return {"features": self.table.features[index], "positions": self.table.positions[index], "label": label}
+        example = {"features": self.table.features[index], "positions": self.table.positions[index], "label": label}
+        return example | ({POSES: self.table.poses[index]} if self.table.poses else {})
 
 
 def collate_tokens(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """
     Pads examples to the longest: `inputs_embeds` (B, N, features) and `positions` (B, N, axes), zero where padded,
-    `attention_mask` (B, N), and `labels` (B,), or (B, N) with `IGNORED_LABEL` for padding.
+    `attention_mask` (B, N), and `labels` (B,), or (B, N) with `IGNORED_LABEL` for padding. `poses` (B, N, 4, 4), if
+    there are any, are the identity where padded.
     """
     longest, size = max(len(example["features"]) for example in examples), len(examples)
     shapes = {name: (size, longest, examples[0][name].shape[1]) for name in (FEATURES, POSITIONS)}
     batch = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    if POSES in examples[0]:
+        batch[POSES] = torch.eye(4).flatten().repeat(size, longest, 1)
     mask = torch.zeros(size, longest, dtype=torch.long)
     per_token = isinstance(examples[0]["label"], np.ndarray)
     labels = torch.full((size, longest) if per_token else (size,), IGNORED_LABEL)
@@ -357,4 +399,6 @@ def collate_tokens(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             labels[row, :count] = torch.as_tensor(example["label"])
         else:
             labels[row] = example["label"]
-    return {"inputs_embeds": batch[FEATURES], "positions": batch[POSITIONS], "attention_mask": mask, "labels": labels}
+    if POSES in batch:
+        batch[POSES] = batch[POSES].unflatten(-1, (4, 4))
+    return {"inputs_embeds": batch.pop(FEATURES), **batch, "attention_mask": mask, "labels": labels}

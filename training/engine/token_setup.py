@@ -3,10 +3,12 @@
 import json
 
 import numpy as np
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_liere import LieRETokensConfig
+from hf_liere import LieRETokensConfig, PoseEmbedding
 from hf_liere.errors import InputError
+from hf_liere.geometry.pose_attention import POSE_ATTENTION
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from training.common.arguments import TokensModelArguments
 from training.data.tokens import TokenData, TokenTable
@@ -69,6 +71,26 @@ def placement(table: TokenTable, position_encoding: str) -> tuple[list[float], f
     traits = ENCODING_TRAITS.get(position_encoding)
     wanted = longest if traits is not None and traits.coordinates == "index" else 1.0
     return low.tolist(), wanted / extent if extent > 0 and wanted > 0 else 1.0
+
+
+def attend_by_poses(model: PreTrainedModel) -> None:
+    """
+    Lets attention depend on the relative poses of tokens, see [`PoseEmbedding`].
+
+    Raises:
+        InputError: if the model has tokens without a pose, or heads of a size that poses do not fit.
+    """
+    config = model.config
+    if config.num_prefix_tokens:
+        raise InputError(
+            f"--pose_columns: {config.num_prefix_tokens} class and register tokens have no pose; accepted: "
+            "--use_class_token false --num_register_tokens 0 --pooling mean."
+        )
+    try:
+        PoseEmbedding(config.head_dim)
+    except ValueError as error:
+        raise InputError(f"--pose_columns: {error}") from error
+    model.set_attn_implementation(POSE_ATTENTION)
 
 
 def _warn_of_scale(table: TokenTable) -> None:

@@ -197,7 +197,9 @@ def method(settings: dict[str, Any], script: str = "image_classification", shown
         "none": {"clip_finetuning": "Absolute", "language_modeling": "RoPE as it was"}.get(script, "no positions"),
         "absolute": "Absolute",
     }.get(encoding) or ENCODING_TRAITS[encoding].title
-    if encoding == "liere":
+    if encoding == "none" and rest.pop("pose_columns", None):
+        name = "PoseEmbedding"
+    elif encoding == "liere":
         name += str(block or 8)
     elif encoding in ENCODING_TRAITS and block not in (None, ENCODING_TRAITS[encoding].block_sizes.default):
         name += f", block_size {block}"
