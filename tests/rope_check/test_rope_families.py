@@ -14,12 +14,11 @@ from hf_liere.rope_check.vectors import read_tensors, read_vectors
 
 # Halves and adjacent pairs, partial factors, scalings, two types of layers, layers that do not rotate, 2 and 3 axes.
 FAMILIES = """
-    apertus arcee aya_vision bitnet cohere cohere2 csm deepseek_v3 dia diffllama dinov3_vit doge dots1 emu3 ernie4_5
-    ernie4_5_vl_moe esm eurobert exaone4 falcon_h1 flex_olmo gemma gemma2 gemma3 gemma3n_text gemma4 glm glm4 glm_ocr
-    gpt_neox gpt_oss granite helium hunyuan_v1_dense internvl jamba kimi_k25 lfm2 llama ministral mistral mixtral
-    modernbert moonshine nemotron olmo olmo2 olmo3 paligemma pe_audio persimmon phi phi3 pixtral qwen2 qwen2_vl
-    qwen2_5_vl qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe sapiens2 seed_oss smollm3 stablelm starcoder2
-    t5gemma timesfm2_5 vaultgemma video_llama_3 zamba2
+    apertus arcee bitnet cohere cohere2 csm deepseek_v3 dia diffllama dinov3_vit doge ernie4_5 ernie4_5_vl_moe
+    eurobert exaone4 falcon_h1 flex_olmo gemma gemma2 gemma3 gemma3n_text gemma4 glm glm4 glm_ocr gpt_neox gpt_oss
+    granite helium internvl kimi_k25 lfm2 llama mistral mixtral modernbert moonshine olmo olmo2 olmo3 paligemma
+    pe_audio persimmon phi phi3 pixtral qwen2 qwen2_vl qwen2_5_vl qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_vl
+    qwen3_vl_moe sapiens2 seed_oss smollm3 stablelm starcoder2 t5gemma timesfm2_5 vaultgemma video_llama_3
 """.split()
 # Angles in float32 are exact to 1e-3 rad up to here, whatever the frequencies.
 NEAR = 4096
