@@ -82,12 +82,15 @@ class RopeTower(AttentionTower):
     Attributes:
         layouts: The layout of every attention module; where `others` is not empty, a possible one.
         others: Layouts of the same channels that an attention module may get instead of its own.
+        unrotated: Indices of attention modules of a type that the rotary module has no frequencies for; in `layouts`,
+            they have the layout of another type.
         sources: By index of an attention module that reads the keys of another one, the index of that one.
         probes: By index of an attention module, what is known from calling it.
     """
 
     layouts: list[RopeLayout]
     others: tuple[RopeLayout, ...] = ()
+    unrotated: frozenset[int] = frozenset()
     sources: dict[int, int] = field(default_factory=dict)
     probes: dict[int, Any] = field(default_factory=dict)
 
@@ -239,21 +242,27 @@ def _make_tower(modules: dict[str, nn.Module], owner: str, ropes: list[str], ser
             "follow from coordinates and frequencies alone."
         )
     _refuse_rotating_around(modules, owner, tower.attentions)
-    found: dict[str, list[RopeLayout]] = {}
+    found: dict[str, list[RopeLayout | None]] = {}
     for name in ropes:
         attention = next(attention for attention, names in served.items() if name in names)
         _refuse_unknown_axes(modules[name], name, modules[attention])
         found[name] = _examine_all(modules, owner, name, sum(name in names for names in served.values()))
     for place, names in enumerate(served.values()):
         layouts = [found[name][min(place, len(found[name]) - 1)] for name in names]
-        tower.layouts.append(layouts[0])
-        tower.others += tuple(layouts[1:])
+        if layouts[0] is None:
+            tower.unrotated |= {place}
+        known = [layout or next(filter(None, found[name])) for layout, name in zip(layouts, names)]
+        tower.layouts.append(known[0])
+        tower.others += tuple(known[1:])
     _refuse_different_channels(tower, ropes)
     return tower
 
 
-def _examine_all(modules: dict[str, nn.Module], owner: str, name: str, count: int) -> list[RopeLayout]:
-    """The layouts of a rotary module for each of the `count` attention modules that it serves."""
+def _examine_all(modules: dict[str, nn.Module], owner: str, name: str, count: int) -> list[RopeLayout | None]:
+    """
+    The layouts of a rotary module for each of the `count` attention modules that it serves, `None` for a type of layers
+    that it has no frequencies for.
+    """
     module, rope = modules[owner], modules[name]
     inner = name[len(owner) + 1 :] if owner else name
     if not takes(rope, "layer_type"):
@@ -268,8 +277,7 @@ def _examine_all(modules: dict[str, nn.Module], owner: str, name: str, count: in
     found = {kind: examine(rope, name, inner, buffer, kind) for kind, buffer in buffers.items()}
     if not found:
         raise ValueError(f"{name} ({type(rope).__name__}) has frequencies for none of the layer_types {types}.")
-    # Layers of other types, such as convolutions, do not rotate.
-    return [found.get(kind, next(iter(found.values()))) for kind in types]
+    return [found.get(kind) for kind in types]
 
 
 def _refuse_different_channels(tower: RopeTower, ropes: list[str]) -> None:

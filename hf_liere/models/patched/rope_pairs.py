@@ -6,6 +6,7 @@ and sin that they get, as layers with linear attention, and some do not get them
 encoder: parameters of these would change nothing.
 """
 
+import contextlib
 import copy
 from typing import Any, TypeAlias
 
@@ -111,9 +112,27 @@ class WatchedPair(tuple):
 
 
 class PassThrough(nn.Module):
-    """Returns the first tensor that it gets. Cos and sin count as read where they are passed to it."""
+    """
+    Stands in for a module and returns the first tensor that it gets. Cos and sin that it gets count as read.
+
+    Attributes:
+        original: The module, whose attributes it has.
+        calls: The arguments of every call by name.
+    """
+
+    original: nn.Module
+    calls: list[dict]
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        # Not as a module inside.
+        self.__dict__.update(original=original, calls=[])
+
+    def __getattr__(self, name: str):
+        return getattr(vars(self)["original"], name)
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
+        self.calls.append({**dict(zip(forward_arguments(self.original), args)), **kwargs})
         given = (*args, *kwargs.values())
         for pair in given:
             if isinstance(pair, WatchedPair):
@@ -141,7 +160,8 @@ def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool)
             f"layer does; name layer {source}, and leave out {reading}."
         )
     layers = [layer for layer in layers if layer not in reading]
-    unrotated = [layer for layer in layers if not rotates(Probe.of(tower, layer))]
+    skipped = tower.unrotated | _find_skipped(tower)
+    unrotated = [layer for layer in layers if layer in skipped or not rotates(Probe.of(tower, layer))]
     if unrotated and (are_named or len(unrotated) == len(layers)):
         names = ", ".join(tower.attentions[layer][0] for layer in unrotated)
         raise ValueError(f"layers={unrotated}: the model does not rotate in {names}; accepted: layers that it rotates.")
@@ -218,7 +238,7 @@ def _reads_nothing(probe: Probe) -> bool:
     """
     copied = copy.copy(probe.attention)
     modules = copied._modules.items()
-    vars(copied)["_modules"] = {name: None if module is None else PassThrough() for name, module in modules}
+    vars(copied)["_modules"] = {name: module and PassThrough(module) for name, module in modules}
     pair, parameters = WatchedPair(_make_angles(probe)), forward_arguments(copied)
     states = torch.zeros(1, probe.coordinates.shape[-2], 8, device="cpu")  # (1, N, width)
     options: dict[str, Any] = dict.fromkeys(required_arguments(copied))
@@ -228,6 +248,50 @@ def _reads_nothing(probe: Probe) -> bool:
     except Exception:
         return False
     return not pair.is_read
+
+
+@torch.no_grad()
+def _find_skipped(tower: RopeTower) -> set[int]:
+    """
+    The attention modules in layers to which the tower passes no cos and sin, though it does to other layers: found by a
+    call in which all modules inside pass their input through. None where the tower does not get along with that.
+    """
+    names = tower.attention_names(list(range(len(tower.attentions))))
+    layers = [_find_outermost_user(tower.module, name) for name in names]
+    stand_ins: dict[str, PassThrough] = {}
+    copied = _pass_through(tower.module, "", layers, stand_ins)
+    states = torch.zeros(1, 4, 8, device="cpu")  # (1, N, width)
+    parameters = forward_arguments(copied)
+    options = {"inputs_embeds" if "inputs_embeds" in parameters else next(iter(parameters), ""): states}
+    options |= {name: False for name in ("use_cache",) if name in parameters}
+    with contextlib.suppress(Exception), torch.device("cpu"):
+        type(copied).forward(copied, **options)
+    gets = {
+        path: any(is_rotation(name) and value is not None for call in layer.calls for name, value in call.items())
+        for path, layer in stand_ins.items()
+        if layer.calls and path in layers
+    }
+    return {index for index, path in enumerate(layers) if any(gets.values()) and gets.get(path) is False}
+
+
+def _find_outermost_user(tower: nn.Module, name: str) -> str:
+    """The name of the first module around attention, from outside, that takes cos and sin, else of attention."""
+    parts = name.split(".")
+    paths = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((path for path in paths if any(map(is_rotation, _arguments(tower, path)))), name)
+
+
+def _pass_through(module: nn.Module, path: str, layers: list[str], stand_ins: dict[str, PassThrough]) -> nn.Module:
+    """A copy of a module in which others stand in for the layers, and for all modules beside these."""
+    copied = copy.copy(module)
+    vars(copied)["_modules"] = {}
+    for name, inner in module._modules.items():
+        inner_path = f"{path}.{name}" if path else name
+        if inner is not None and any(layer.startswith(f"{inner_path}.") for layer in layers):
+            copied._modules[name] = _pass_through(inner, inner_path, layers, stand_ins)
+        elif inner is not None:
+            copied._modules[name] = stand_ins[inner_path] = PassThrough(inner)
+    return copied
 
 
 def _gets_nothing(probe: Probe) -> bool:
