@@ -364,6 +364,20 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     )
 
 
+def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
+    """All answers of all models are right in the end: one model is as slow as the baseline, and one is faster."""
+    slow, fast = [[0.5, 0.4], [1.0, 0.95]], [[0.5, 0.95], [1.0, 0.96]]
+    table = {}
+    for name, history in (("axial_rope", slow), ("rope_mixed", fast), ("liere", slow)):
+        table |= cells_of("arrows", [{"position_encoding": name}], (1.0,), 20, history=history)
+    sweep = {"solved_at": 0.9, "compare": [{"against": {"position_encoding": "axial_rope"}}]}
+    found = comparisons.make_comparisons(sweep, table)
+    p_values = {each.row: (each.test.p_value, each.p_value) for each in found.made if each.kind == "examples"}
+    (alone, corrected), (equal, _) = p_values["RoPE-Mixed"], p_values["LieRE8"]
+    # Shares are equal for both.
+    assert found.distinct == 3 and alone < 1e-6 < 1 == equal and corrected == pytest.approx(3 * alone)
+
+
 def test_losses_of_documents_are_compared_by_their_tokens(tmp_path):
     """Documents weigh as much as they have tokens, in a line that is written and read."""
     generator = np.random.default_rng(4)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +117,7 @@ def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
             found.named += 1
             base, other = (Cell(cell.results, metric) for cell in (base, other))
             for kind, test in _tests(base, other, found, entry.get("within"), by_condition):
-                identity = kind, metric, frozenset(cell.outcomes.values.tobytes() for cell in (base, other))
+                identity = kind, metric, frozenset(_compared(cell, kind, found.solved_at) for cell in (base, other))
                 tests[kind, row, base_column if by_condition else base_row, column, metric] = identity, test
     # What several pairs share, such as a condition under two names, counts once.
     p_values = {identity: test.p_value for identity, test in tests.values()}
@@ -203,6 +203,13 @@ def _tests(
             yield "examples", compare_durations(*durations)
     if margin is not None:
         yield "equal", compare(base.outcomes, other.outcomes, margin, same_models)
+
+
+def _compared(cell: Cell, kind: str, goal: float | None) -> Hashable:
+    """What a test of this kind compares: equal for cells with the same results."""
+    if kind == "examples" and goal is not None:
+        return tuple(examples_until(cell, goal))
+    return cell.outcomes.values.tobytes()
 
 
 def solved(cell: Cell, goal: float) -> list[bool]:
