@@ -20,15 +20,16 @@ from .adapters import load_rotary, write_rotations
 def _save(wrapped: Callable, model: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Wraps `ModelMixin.save_pretrained(save_directory, is_main_process, …)`."""
     given = dict(zip(("save_directory", "is_main_process"), args)) | kwargs
-    taken = [(tower, tower._modules.pop("rotary_encoding")) for _, tower in patched_towers(model)]
+    towers = [tower for _, tower in patched_towers(model)]
+    if towers:
+        # Before the model, because `push_to_hub` uploads what the folder contains then.
+        write_rotations(model, given["save_directory"], is_main_process=given.get("is_main_process", True))
+    taken = [(tower, tower._modules.pop("rotary_encoding")) for tower in towers]
     try:
-        result = wrapped(*args, **kwargs)
+        return wrapped(*args, **kwargs)
     finally:
         for tower, encoding in taken:
             tower.rotary_encoding = encoding
-    if taken:
-        write_rotations(model, given["save_directory"], is_main_process=given.get("is_main_process", True))
-    return result
 
 
 def _load(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
