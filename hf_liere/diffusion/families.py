@@ -215,6 +215,10 @@ def _of_thousand(timestep: torch.Tensor) -> torch.Tensor:
     return timestep / 1000
 
 
+def _from_clean(timestep: torch.Tensor) -> torch.Tensor:
+    return 1 - timestep
+
+
 FLUX: dict[str, Any] = {
     "rope": "pos_embed",
     "argument": "image_rotary_emb",
@@ -247,7 +251,7 @@ FAMILIES = {
         planes=lambda model: geometric_planes(*((model.rope_embedder.theta, d) for d in model.rope_embedder.axes_dims)),
         coordinates=_read_ids,
         example=_few_ids,
-        noise_level=lambda timestep: 1 - timestep,
+        noise_level=_from_clean,
     ),
     "WanTransformer3DModel": DiffusionFamily(
         rope="rope",

@@ -1,6 +1,7 @@
 """Schedules of the frequencies of diffusion transformers, and what is refused."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -108,6 +109,8 @@ def test_dype_ends_at_the_pretrained_frequencies(case):
         expected = run(model, inputs)
         set_frequency_schedule(model, dype, noise_level=torch.abs if case.name.startswith("Cosmos") else None)
         assert torch.equal(run(model, inputs), expected)
+        # Another process gets the schedule with the model.
+        assert torch.equal(run(pickle.loads(pickle.dumps(model)), inputs), expected)
     inputs[name] = torch.tensor([clean, noise])
     with pytest.raises(RuntimeError, match="different noise levels"):
         run(model, inputs)
