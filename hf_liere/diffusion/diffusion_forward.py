@@ -287,8 +287,9 @@ def rotate_states(
 
 
 def finish_attention(attention: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook of an attention module whose queries and keys are rotated, also called when it fails."""
     current, thread.rotation = getattr(thread, "rotation", None), None
-    if current is not None and current.pending:
+    if output is not None and current is not None and current.pending:
         raise RuntimeError(
             f"{type(attention).__name__} of layer {current.layer} made {sorted(current.pending)} in another way than "
             "when it was patched (fused projections, or a cache?), so these are not rotated; unpatch the model first."

@@ -120,7 +120,7 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
             self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
             if self.rotates_states(module.rotary_encoding, layer):
                 self.hook_outputs(module, layer, attention)
-                self.handles.append(attention.register_forward_hook(finish_attention))
+                self.handles.append(attention.register_forward_hook(finish_attention, always_call=True))
         if not family.rotates:
             for _, attention in family.find_attentions(module, cross=True):
                 self.handles.append(attention.register_forward_pre_hook(drop_positions, with_kwargs=True))

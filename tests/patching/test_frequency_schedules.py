@@ -208,5 +208,11 @@ def test_calls_that_would_be_wrong_are_refused():
     rotations = (torch.ones(3, 16), torch.zeros(3, 16))
     with pytest.raises(RuntimeError, match="do not come from the patched model"):
         attention(torch.zeros(1, 2, 32), torch.zeros(1, 1, 32), image_rotary_emb=rotations)
+    attention = patch(model := FLUX.build(), BLOCKS).transformer_blocks[0].attn
     with pytest.raises(RuntimeError, match="ran outside its attention module"):
-        patch(FLUX.build(), BLOCKS).transformer_blocks[0].attn.norm_q(torch.zeros(1, 3, 2, 16))
+        attention.norm_q(torch.zeros(1, 3, 2, 16))
+    # Nor after a pass that failed, as for want of memory.
+    with attention.norm_k.register_forward_pre_hook(lambda module, args: 1 / 0), pytest.raises(ZeroDivisionError):
+        run(model, FLUX.inputs())
+    with pytest.raises(RuntimeError, match="ran outside its attention module"):
+        attention.norm_q(torch.zeros(1, 12, 2, 16))

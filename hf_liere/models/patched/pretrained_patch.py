@@ -76,7 +76,7 @@ class RopePatch(TowerPatch[RopeTower]):
                 self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
             if layer in encoding.place and has_blocks:
                 self.hook_projections(module, layer, attention)
-                self.handles.append(attention.register_forward_hook(clear_rotation))
+                self.handles.append(attention.register_forward_hook(clear_rotation, always_call=True))
 
     def hook_projections(self, module: nn.Module, layer: int, attention: nn.Module) -> None:
         """Rotate the outputs of the current projections: adapters such as LoRA put other modules around them."""

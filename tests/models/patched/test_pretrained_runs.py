@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from patching_cases import same_bits
 from patching_checks import (
     check_adapters,
     check_cached_steps,
@@ -92,6 +93,18 @@ def test_flex_attention_gives_the_same(name, config):
 @CONFIGS
 def test_copies_have_their_own_rotations(config):
     check_copies(*build_patched("llama", config))
+
+
+@torch.no_grad()
+def test_a_failed_pass_leaves_no_rotation_behind():
+    model, inputs = build_patched("llama", blocks())
+    expected, attention = outputs(model, inputs), model.model.layers[0].self_attn
+    # As memory that does not suffice.
+    with attention.o_proj.register_forward_pre_hook(lambda module, args: 1 / 0), pytest.raises(ZeroDivisionError):
+        model(**inputs)
+    with pytest.raises(RuntimeError, match="ran outside its attention module"):
+        attention.q_proj(torch.zeros(*inputs["input_ids"].shape, attention.q_proj.in_features))
+    assert same_bits(outputs(model, inputs), expected)
 
 
 @CONFIGS
