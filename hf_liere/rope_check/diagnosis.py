@@ -73,7 +73,7 @@ class Evidence:
             names = [name for name in names if name in self.tensors]
             if not names:
                 continue
-            if any(name not in expected for name in names):
+            if any(name not in expected for name in names) or len({self.tensors[name].shape for name in names}) > 1:
                 return None
             planes = list(rotation.channels) if names[0] in ("cos", "sin") else _plane_of_channel(rotation)
             parts = []

@@ -127,7 +127,7 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
         vectors: The right results of all rotations of the model.
 
     Raises:
-        VectorsError: if the file contains no result of any rotation, or one of none.
+        VectorsError: if the file contains no result of any rotation, one of none, or one that is no table of numbers.
     """
     tensors, _ = read_tensors(path)
     if len(vectors) == 1:
@@ -140,6 +140,11 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
         if tensor in TENSORS:
             if name not in names:
                 raise VectorsError(f"{path} contains {key!r}; accepted are rotations called {sorted(names)}.")
+            if value.ndim < 2 or not value.is_floating_point():
+                raise VectorsError(
+                    f"{path} contains {key!r} of shape {tuple(value.shape)} and type {value.dtype}; accepted are "
+                    "floating point numbers for every token and channel, (N, D)."
+                )
             given.setdefault(name, {})[tensor] = value
     if not given:
         raise VectorsError(

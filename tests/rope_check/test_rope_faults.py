@@ -161,3 +161,19 @@ def test_an_unknown_fault_is_not_given_a_name(vectors, tmp_path, capsys):
     shuffled = tuple(reversed(INTERLEAVED[:8])) + INTERLEAVED[8:]
     status, lines = check(vectors, tmp_path, capsys, "qwen3_vl_text", {"axes": shuffled})
     assert status == 1 and "no fault that is known here explains it" in lines[1], lines
+
+
+def test_results_that_cannot_be_compared(vectors, tmp_path, capsys):
+    """What is no table of floating point numbers is refused; tables of different widths are wrong."""
+    file, answers = str(vectors["llama"]), tmp_path / "answers.safetensors"
+    with safe_open(file, "np") as given:
+        rows = len(given.get_tensor("rotary_emb/positions"))
+    tables = {name: np.ones((rows, 32), np.float32) for name in ("cos", "sin")}
+    for other, message in (
+        (np.ones(32, np.float32), "'rotary_emb/cos' of shape (32,) and type torch.float32"),
+        (np.ones((2, 32), np.int64), "'rotary_emb/cos' of shape (2, 32) and type torch.int64"),
+        (np.ones((rows, 16), np.float32), "the rotations differ from what is right"),
+    ):
+        save_file(tables | {"cos": other}, answers)
+        assert main(["rope", file, "--check", str(answers)]) == 1
+        assert message in capsys.readouterr().err
