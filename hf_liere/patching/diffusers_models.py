@@ -4,6 +4,7 @@ pipeline around it, writes the plain model and beside it the files of `save_rota
 puts the rotations back.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import wrapt
 from torch import nn
 
 from ..models.patched.tower_patch import patched_towers
-from ..storage.saved_model import ADAPTER_CONFIG
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .adapters import load_rotary, write_rotations
 
 
@@ -24,6 +25,12 @@ def _save(wrapped: Callable, model: nn.Module, args: tuple, kwargs: dict) -> Any
     if towers:
         # Before the model, because `push_to_hub` uploads what the folder contains then.
         write_rotations(model, given["save_directory"], is_main_process=given.get("is_main_process", True))
+    elif (Path(given["save_directory"]) / ADAPTER_CONFIG).is_file():
+        warnings.warn(
+            f"{given['save_directory']} contains the rotations of another model, which from_pretrained would put into "
+            f"this one: delete {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} there to load it without them.",
+            stacklevel=3,
+        )
     taken = [(tower, tower._modules.pop("rotary_encoding")) for tower in towers]
     try:
         return wrapped(*args, **kwargs)

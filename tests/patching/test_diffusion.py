@@ -298,6 +298,14 @@ def test_a_transformer_is_pushed_with_its_rotations(hub, tmp_path, monkeypatch):
             assert torch.equal(run(loaded, FLUX.inputs()), run(model, FLUX.inputs())), name
 
 
+def test_a_plain_transformer_beside_older_rotations_is_warned_of(tmp_path, recwarn):
+    patch(model := FLUX.build(), PLANES).save_pretrained(tmp_path)
+    assert not any("rotations of another" in str(warning.message) for warning in recwarn)
+    with pytest.warns(UserWarning, match="contains the rotations of another model"):
+        unpatch(model).save_pretrained(tmp_path)
+    assert is_patched(type(model).from_pretrained(tmp_path))
+
+
 def test_lora_on_projections_that_blocks_rotate():
     """Without a norm blocks rotate the projections, inside of which LoRA puts its own."""
     case = replace(BY_NAME["SD3Transformer2DModel"], config=BY_NAME["SD3Transformer2DModel"].config | {"qk_norm": None})
