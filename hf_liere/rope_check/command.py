@@ -195,7 +195,8 @@ def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool =
                     reason = "; ".join(refused) or "it has no module with frequencies (inv_freq)"
                     raise InputError(f"{name} has no rotation that can be written: {reason}")
                 continue
-            file = partial / f"{Path(name).name if Path(name).exists() else name.replace('/', '--')}.safetensors"
+            own_name = Path(name).absolute().name if Path(name).exists() else name.replace("/", "--")
+            file = partial / f"{own_name}.safetensors"
             write_vectors(file, name, vectors)
             lines.append(f"{Path(folder) / file.name}: {', '.join(part.rotation.name for part in vectors)}")
     return "\n".join(lines)

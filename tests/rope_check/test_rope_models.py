@@ -193,7 +193,7 @@ def test_positions_that_start_again_with_a_cache_are_an_alarm():
     assert "model.rotary_emb rotates the last token otherwise" in find_cache_faults(model)[0]
 
 
-def test_the_command_describes_a_configuration_alone(tmp_path, capsys):
+def test_the_command_describes_a_configuration_alone(tmp_path, capsys, monkeypatch):
     """And, on demand, what is saved."""
     small_llama(**rope(rope_type="linear", factor=2.0)).save_pretrained(tmp_path / "saved")
     assert main(["rope", str(tmp_path / "saved")]) == 0
@@ -209,6 +209,9 @@ def test_the_command_describes_a_configuration_alone(tmp_path, capsys):
     assert "ALARM" not in printed
     assert main(["rope", str(tmp_path / "saved"), "--weights"]) == 0
     assert capsys.readouterr().out == printed
+    monkeypatch.chdir(tmp_path / "saved")
+    assert main(["rope", ".", "--vectors", str(tmp_path / "vectors")]) == 0
+    assert [path.name for path in (tmp_path / "vectors").iterdir()] == ["saved.safetensors"]
 
 
 def test_what_the_command_refuses(tmp_path, capsys):
