@@ -402,17 +402,20 @@ def make_page(record: dict) -> str:
         if "error" in row:
             lines.append(f"| {row['type']} | both | {strip_reason(row['error'])} |")
     lines += ["", "## Frequencies that are added", ""]
-    added = [f"{row['type']} ({row['rotates']})" for row in built if row["rotates"] and is_added(row)]
-    lines.append(
-        "These have modules with frequencies that make sinusoids to add, and rotate nothing by them: "
-        + ", ".join(added)
-        + "."
-    )
-    lines += ["", "## Not built", "", "The default configurations of these make no model: "]
-    lines[-1] += ", ".join(row["type"] for row in rows if "class" not in row) + "."
+    lines += ["These have modules with frequencies that make sinusoids to add, and rotate nothing by them.", ""]
+    lines += ["| model type | module |", "|---|---|"]
+    lines += [f"| {row['type']} | {row['rotates']} |" for row in built if row["rotates"] and is_added(row)]
+    lines += ["", "## Not built", "", "The default configurations of these model types make no model.", ""]
+    lines += make_columns([row["type"] for row in rows if "class" not in row])
     if missing := sorted(set(record["types"]) - {row["type"] for row in rows}):
-        lines += ["", "## Not tried yet", "", ", ".join(missing) + "."]
+        lines += ["", "## Not tried yet", "", *make_columns(missing)]
     return "\n".join(lines) + "\n"
+
+
+def make_columns(names: list[str], number: int = 4) -> list[str]:
+    """A table of names without a head."""
+    rows = [[*names[i : i + number], *[""] * number][:number] for i in range(0, len(names), number)]
+    return ["| " + " | ".join(row) + " |" for row in [[""] * number, ["---"] * number, *rows]]
 
 
 KINDS = {"planes": "frequencies", "blocks": "blocks", "both": "both"}
