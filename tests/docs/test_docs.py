@@ -67,6 +67,7 @@ def hub(hub):
 OWN_PROCESSES = ("fine_tuning.md",)
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 MARKS = {
+    "fine_tuning.md": pytest.mark.slow,
     "publish.md": pytest.mark.slow,
     "inspect.md": pytest.mark.slow,
     "diffusion.md": pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers needs Python 3.11"),

@@ -147,8 +147,15 @@ def test_learning_rates_of_rotations_and_classifier(clip_folder, data, tmp_path)
     assert rotary[generators].abs().max() > 0 == head[generators].abs().max()
 
 
-@pytest.mark.parametrize("trainable", ["all", "lora+rotary"])
-@pytest.mark.parametrize("family", ["clip", "vit"])
+@pytest.mark.parametrize(
+    "family, trainable",
+    [
+        ("vit", "all"),
+        ("clip", "lora+rotary"),
+        pytest.param("clip", "all", marks=pytest.mark.slow),
+        pytest.param("vit", "lora+rotary", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(family, trainable, clip_folder, data, tmp_path):
     """transformers saves ViT under older names, which Trainer by itself does not find again."""
     checkpoint = clip_folder

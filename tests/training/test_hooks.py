@@ -25,6 +25,7 @@ OVERRIDDEN = {
     "_save_checkpoint": ["model", "trial"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "create_optimizer": ["model"],
+    "create_scheduler": ["num_training_steps", "optimizer"],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
     "get_decay_parameter_names": ["model"],
     "get_eval_dataloader": ["eval_dataset"],

@@ -149,7 +149,10 @@ def test_folded_rotations_of_one_grid_are_computed_for_the_others(run, files, tm
     assert metrics["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "liere", "comrope_ld"])
+@pytest.mark.parametrize(
+    "encoding",
+    [pytest.param("absolute", marks=pytest.mark.slow), "liere", pytest.param("comrope_ld", marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(encoding, files, tmp_path):
     flags = [*files, *NATIVE, "--position_encoding", encoding, "--flip_probability", 0.5, "--random_resized_crop"]
     flags += ["--save_strategy", "steps", "--save_steps", 1, "--num_train_epochs", 1]

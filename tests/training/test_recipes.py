@@ -324,7 +324,12 @@ def run_mini(data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", sorted(name for name in RECIPES if name.endswith("_mini")))
+MINI = sorted(name for name in RECIPES if name.endswith("_mini"))
+# One for each script.
+RUN_FAST = ("cifar100_mini", "clip_finetuning_mini", "coco_mini", "language_tuning_mini", "points_mini", "ucf101_mini")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in RUN_FAST else pytest.mark.slow) for n in MINI])
 def test_small_recipes_run_to_their_results(name, run_mini):
     folder = run_mini(name)
     if LINES[name][0] == "clip_finetuning":

@@ -132,7 +132,10 @@ STOCHASTIC += ["--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_o
 STOCHASTIC += ["--cutmix_alpha", 1.0, "--num_train_epochs", 3]
 
 
-@pytest.mark.parametrize("step, workers", [(3, 0), (5, 0), (8, 0), (8, 2)])
+@pytest.mark.parametrize(
+    "step, workers",
+    [pytest.param(3, 0, marks=pytest.mark.slow), (5, 0), pytest.param(8, 0, marks=pytest.mark.slow), (8, 2)],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(step, workers, whole_runs, train_file, tmp_path):
     """Five steps an epoch: step 3 and 8 lie within an epoch, 5 at its end. Bit-equal, optimizer included."""
     whole = whole_runs[workers]

@@ -145,18 +145,20 @@ def group_ropes(modules: dict[str, nn.Module], ropes: list[str]) -> dict[str, di
     for name in ropes:
         around.setdefault(_skip_containers(modules, name.rpartition(".")[0]), []).append(name)
     users = _find_users(modules)
-    stacks: dict[tuple[str, int], list[str]] = {}
+    stacks: dict[tuple[str, bool], list[str]] = {}
     for owner in around:
-        count = sum(name.startswith(f"{owner}.") for name in users)
-        stacks.setdefault((re.sub(r"\d+", "*", owner), 0) if owner and count < 2 else (owner, count), []).append(owner)
+        # A stack of one layer, unlike a layer, is in no list.
+        most = 1 if any(part.isdigit() for part in owner.split(".")) else 0
+        is_layer = owner != "" and sum(name.startswith(f"{owner}.") for name in users) <= most
+        stacks.setdefault((re.sub(r"\d+", "*", owner) if is_layer else owner, is_layer), []).append(owner)
     towers: dict[str, dict[str, list[str]]] = {}
-    for (_, count), owners in stacks.items():
+    for (_, is_layer), owners in stacks.items():
         paths = [owner.split(".") for owner in owners]
         tower = owners[0]
         if len(owners) > 1:
             common = next(i for i, names in enumerate(zip(*paths)) if len(set(names)) > 1)
             tower = _skip_containers(modules, ".".join(paths[0][:common]))
-        elif tower and not count:
+        elif is_layer:
             tower = _skip_containers(modules, tower.rpartition(".")[0])
         towers.setdefault(tower, {}).update({owner: around[owner] for owner in owners})
     return towers

@@ -50,10 +50,10 @@ def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
     "encoding, block_size",
     [
         ("liere", 8),
-        ("comrope_ap", 4),
+        pytest.param("comrope_ap", 4, marks=pytest.mark.slow),
         ("rope_mixed", 2),
-        ("cayley_string", 8),
-        ("spherical_rope", 3),
+        pytest.param("cayley_string", 8, marks=pytest.mark.slow),
+        pytest.param("spherical_rope", 3, marks=pytest.mark.slow),
         ("liere_product", 8),
     ],
 )

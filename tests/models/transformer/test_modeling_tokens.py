@@ -247,7 +247,14 @@ def test_every_parameter_learns(encoding, num_axes):
         assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
-@pytest.mark.parametrize("encoding", ["absolute", *on_axes(3)])
+# One of each way to compute rotations; compiling and exporting take seconds each.
+COMPILED_FAST = ("absolute", "liere", "comrope_ld", "liere_product")
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [pytest.param(e, marks=() if e in COMPILED_FAST else pytest.mark.slow) for e in ("absolute", *on_axes(3))],
+)
 def test_in_a_compiled_graph_and_exported(encoding, fresh_compiler):
     model = build(HEADS[0], encoding, 3, pooling="mean")
     features, positions = tokens(3)
