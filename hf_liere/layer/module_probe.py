@@ -206,7 +206,7 @@ class _Rotate(NamedTuple):
         rotated = result[1] if self.call is _call_pair else result
         if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:
             return result
-        return self.layout(rotated.transpose(0, 1).unsqueeze(0)) if rotated.ndim == 3 else self.layout(rotated)
+        return rotated.transpose(0, 1).unsqueeze(0) if rotated.ndim == 3 else self.layout(rotated)
 
 
 def _read_positions(

@@ -88,8 +88,21 @@ class Partial(nn.Module):
     rotate = forward
 
 
+class Packed(nn.Module):
+    """Called with queries and keys of packed samples, (tokens, heads, channels), and their positions."""
+
+    def forward(self, query, key, positions):
+        tokens, _, width = query.shape
+        angles = positions.view(tokens, 1, 1) * torch.logspace(0, -2, width // 2).repeat(2)
+        return tuple(states * angles.cos() + rotate_half(states) * angles.sin() for states in (query, key))
+
+    def rotate(self, states, positions):
+        samples = zip(states.transpose(1, 2), positions)
+        return torch.stack([self(sample, sample, places)[0] for sample, places in samples]).transpose(1, 2)
+
+
 # (module, its axes)
-MODULES = [(TableInAttention, 1), (PointRope, 3), (Lookup, 1), (Partial, 1)]
+MODULES = [(TableInAttention, 1), (PointRope, 3), (Lookup, 1), (Partial, 1), (Packed, 1)]
 
 
 def inputs(axes):
