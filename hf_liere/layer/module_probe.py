@@ -203,10 +203,20 @@ class _Rotate(NamedTuple):
             for heads in (self.sizes.heads, self.sizes.key_heads)
         )
         result = self.call(self.module, query, key, self.place(positions))
-        rotated = result[1] if self.call is _call_pair else result
+        rotated_query, rotated = result[:2] if self.call is _call_pair else (None, result)
         if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:
             return result
-        return rotated.transpose(0, 1).unsqueeze(0) if rotated.ndim == 3 else self.layout(rotated)
+        rotated = self._restore(rotated)
+        if isinstance(rotated_query, torch.Tensor) and rotated_query.shape == query.shape:
+            expected = rotated.repeat_interleave(self.sizes.heads // self.sizes.key_heads, dim=1)  # (1, H, N, head_dim)
+            found = self._restore(rotated_query)
+            if found.shape == expected.shape and not torch.allclose(found, expected, rtol=0, atol=1e-5):
+                raise NotARotation("it changes queries in another way than the keys that they attend to")
+        return rotated
+
+    def _restore(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, H, N, head_dim) of states in the layout of the module."""
+        return states.transpose(0, 1).unsqueeze(0) if states.ndim == 3 else self.layout(states)
 
 
 def _read_positions(

@@ -221,6 +221,7 @@ def test_functions_that_round_in_another_way():
         (lambda x, p: Partial()(x, p + 1), {}, "does not leave states at position 0 as they are"),
         (lambda x, p: Partial()(x, p), {"num_axes": 2}, "does not rotate with axis 1"),
         (lambda x, p: 2 * x, {}, "does not rotate every channel with one other"),
+        (lambda q, k, p: (q, PointRope()(q, k, p)[1]), {"num_axes": 3}, "changes queries in another way than the keys"),
         (lambda p: (torch.ones(len(p), 24), torch.zeros(len(p), 24)), {}, "half the channels do not show.*pairing"),
         (PointRope(), {"pairing": "both"}, "pairing='both': accepted are adjacent, halves"),
         (lambda: None, {}, "could not be called. Accepted are .query, key, positions"),
