@@ -144,7 +144,7 @@ def load_checkpoint(
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint):
         config = AutoConfig.from_pretrained(checkpoint, **options)
-        (architecture,) = getattr(config, "architectures", None) or [None]
+        architecture = _read_architecture(config, checkpoint)
         loader, is_ours = _loader(architecture)
         # Report weights of another shape together with missing and unexpected ones.
         loading = {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -175,8 +175,7 @@ def build_without_weights(
     options = {} if is_type else {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint), torch.device("meta"):
         config = CONFIG_MAPPING[str(checkpoint)]() if is_type else AutoConfig.from_pretrained(checkpoint, **options)
-        (architecture,) = getattr(config, "architectures", None) or [None]
-        loader, _ = _loader(architecture)
+        loader, _ = _loader(_read_architecture(config, checkpoint))
         if loader is AutoModel:
             return AutoModel.from_config(config, trust_remote_code=trust_remote_code).eval()
         return loader._from_config(config).eval()
@@ -220,10 +219,16 @@ def load_peft(
         if base is None:
             raise ValueError(f"The adapter {source} does not name its base model: pass it as base.")
     if not isinstance(base, transformers.PreTrainedModel):
-        (architecture,) = AutoConfig.from_pretrained(base).architectures or [None]
-        loader, _ = _loader(architecture)
+        loader, _ = _loader(_read_architecture(AutoConfig.from_pretrained(base), base))
         base = loader.from_pretrained(base, **options)
     return PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
+
+
+def _read_architecture(config: transformers.PreTrainedConfig, checkpoint: str | os.PathLike) -> str | None:
+    names = getattr(config, "architectures", None) or [None]
+    if len(names) > 1:
+        raise CheckpointError(f"{checkpoint} names the architectures {', '.join(names)}; accepted: one.")
+    return names[0]
 
 
 def _loader(architecture: str | None) -> tuple[type[transformers.PreTrainedModel], bool]:

@@ -19,7 +19,9 @@ from transformers import (
 )
 
 import hf_liere
+from hf_liere.auto import load_checkpoint
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
+from hf_liere.storage.loading import CheckpointError
 
 
 @pytest.fixture
@@ -115,6 +117,15 @@ def test_remote_code_does_not_run_unasked(checkpoint, tmp_path):
             print("refused" if "trust_remote_code" in str(error) else error)
     """
     assert run_code(code, tmp_path, package=False) == ["refused"]
+
+
+def test_two_architectures_are_refused(tiny, tmp_path):
+    config = tiny(architectures=["LieREViTModel", "LieREViTForImageClassification"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match="names the architectures LieREViTModel, LieREViTForImageClassification; "
+    ):
+        load_checkpoint(tmp_path)
 
 
 def test_registration(tiny, tiny_video):

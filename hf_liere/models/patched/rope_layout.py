@@ -6,6 +6,7 @@ the modules with known positions and frequencies, never by the name of a class.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,8 +250,10 @@ def _make_tower(modules: dict[str, nn.Module], owner: str, ropes: list[str], ser
         attention = next(attention for attention, names in served.items() if name in names)
         _refuse_unknown_axes(modules[name], name, modules[attention])
         found[name] = _examine_all(modules, owner, name, sum(name in names for names in served.values()))
+    places: Counter[str] = Counter()
     for place, names in enumerate(served.values()):
-        layouts = [found[name][min(place, len(found[name]) - 1)] for name in names]
+        layouts = [found[name][min(places[name], len(found[name]) - 1)] for name in names]
+        places.update(names)
         if layouts[0] is None:
             tower.unrotated |= {place}
         known = [layout or next(filter(None, found[name])) for layout, name in zip(layouts, names)]
