@@ -324,7 +324,8 @@ def compare_cached(model: nn.Module, patched: nn.Module, inputs: dict) -> bool |
 
 
 def shorten(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    # Without the paths of this machine.
+    text = re.sub(r" from '/[^']*'", "", " ".join(str(error).split()))
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"[:300]
 
 
