@@ -16,7 +16,7 @@ from ..rotation.dispatch import product_dtype
 from ..rotation.model_basis import rotate_one, rotate_pair
 from .attention_probe import Probe
 from .coordinate_probe import frequency_buffers
-from .pretrained_rope import PositionEmbeddings, PretrainedRope, TokensRotation
+from .pretrained_rope import PretrainedRope, TokensRotation
 from .rope_layout import RopeTower
 from .rope_pairs import find_pairs_of_layers
 from .state_makers import RotatedChannels, StateMaker, find_makers
@@ -84,20 +84,8 @@ class PretrainedBlocks(PretrainedRope):
         frequencies = torch.stack(layer_frequencies, dim=1).unsqueeze(2)  # (A, layers, 1, planes)
         return encoding.parameters_for_planes(frequencies.expand(-1, -1, encoding.heads, -1))
 
-    def forward(
-        self,
-        layer: int,
-        layout: int,
-        dtype: torch.dtype,
-        coordinates: torch.Tensor,
-        rope: nn.Module,
-        states: torch.Tensor,
-    ) -> tuple[PositionEmbeddings, TokensRotation | None]:
-        """As [`PretrainedRope.forward`]; tokens before those with coordinates are not rotated."""
-        if layer not in self.place:
-            return self.compute_pretrained(layout, dtype, coordinates, rope), None
-        # The model's own rotation becomes the identity, times its factor.
-        identity = self.layouts[layout].identity(coordinates, dtype)
+    def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation:
+        """R(p); tokens before those with coordinates are not rotated. The model's own rotation becomes the identity."""
         # Hidden states are (N, hidden_size), (B, N, hidden_size) or a grid of tokens, (B, …, hidden_size).
         samples = states.shape[0] if states.ndim > 2 else 1
         tokens = math.prod(states.shape[min(1, states.ndim - 2) : -1])
@@ -108,7 +96,7 @@ class PretrainedBlocks(PretrainedRope):
         # (…, prefix + N, A)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
         rotations = self.rotary.encoding(positions, product_dtype(states), self.place[layer])
-        return identity, TokensRotation(next(iter(rotations)), samples, tokens)
+        return TokensRotation(next(iter(rotations)), samples, tokens)
 
     def rotate(self, rotation: TokensRotation, layer: int, name: str, states: torch.Tensor) -> torch.Tensor:
         """R(p) applied to the queries and keys in what a module inside an attention module returns."""

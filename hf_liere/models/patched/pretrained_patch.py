@@ -174,8 +174,9 @@ def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> No
     with torch.no_grad():
         layout = encoding.layout_of_layer[layer]
         coordinates = encoding.coordinates(layout, *probe.arguments, **probe.options)
-        pretrained = encoding.compute_pretrained(layout, coordinates.dtype, coordinates, tower.rope(layer))
-        before = probe.capture(*split_cos_sin(pretrained))
+        planes = encoding.layouts[layout]
+        frequencies = planes.read_frequencies(tower.rope(layer)).to(coordinates.device)
+        before = probe.capture(*split_cos_sin(planes(coordinates, frequencies, coordinates.dtype)))
         planned.attach(encoding)
         try:
             after = probe.call(encoding.make_carrier(layout, coordinates.dtype, coordinates))

@@ -122,14 +122,6 @@ class PretrainedRope(LearnedRotations):
             return coordinates
         return coordinates[..., :1].to(dtype).expand(*coordinates.shape[:-1], layout + 1), coordinates
 
-    def compute_pretrained(
-        self, layout: int, dtype: torch.dtype, coordinates: torch.Tensor, rope: nn.Module
-    ) -> PositionEmbeddings:
-        """The model's own cos and sin; see `forward`."""
-        planes = self.layouts[layout]
-        frequencies = planes.read_frequencies(rope)  # (planes,)
-        return planes(coordinates, frequencies.to(coordinates.device), dtype)
-
     def forward(
         self,
         layer: int,
@@ -140,7 +132,7 @@ class PretrainedRope(LearnedRotations):
         states: torch.Tensor,
     ) -> tuple[PositionEmbeddings, TokensRotation | None]:
         """
-        The rotations of an attention module.
+        The rotations of an attention module: the model's own where they are not learned.
 
         Args:
             layer: Its index.
@@ -153,7 +145,21 @@ class PretrainedRope(LearnedRotations):
         Returns:
             (…, N, D) cos and sin, and a rotation to apply to queries and keys before these, or `None`.
         """
-        raise NotImplementedError
+        planes, learns = self.layouts[layout], layer in self.place
+        rotation = self.compute_rotation(layer, coordinates, states) if learns else None
+        if rotation is not None:
+            return planes.identity(coordinates, dtype), rotation
+        frequencies = planes.read_frequencies(rope)  # (planes,)
+        frequencies = self.scale_frequencies(layer, frequencies) if learns else frequencies
+        return planes(coordinates, frequencies.to(coordinates.device), dtype), None
+
+    def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation | None:
+        """What rotates the queries and keys of a layer that learns; `None` leaves it to cos and sin."""
+        return None
+
+    def scale_frequencies(self, layer: int, frequencies: torch.Tensor) -> torch.Tensor:
+        """The (planes,) frequencies of a layer that learns, where cos and sin rotate."""
+        return frequencies
 
     def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
@@ -187,20 +193,6 @@ class PretrainedPlanes(PretrainedRope):
         super().reset_parameters(module)
         init.zeros_(self.log_factors)
 
-    def forward(
-        self,
-        layer: int,
-        layout: int,
-        dtype: torch.dtype,
-        coordinates: torch.Tensor,
-        rope: nn.Module,
-        states: torch.Tensor,
-    ) -> tuple[PositionEmbeddings, None]:
-        """As [`PretrainedRope.forward`]."""
-        if layer not in self.place:
-            return self.compute_pretrained(layout, dtype, coordinates, rope), None
-        planes = self.layouts[layout]
-        frequencies = planes.read_frequencies(rope)  # (planes,)
+    def scale_frequencies(self, layer: int, frequencies: torch.Tensor) -> torch.Tensor:
         rank = 0 if self.config.share_layers else self.place[layer]
-        frequencies = frequencies * self.log_factors[rank].to(frequencies.device).exp()
-        return planes(coordinates, frequencies.to(coordinates.device), dtype), None
+        return frequencies * self.log_factors[rank].to(frequencies.device).exp()
