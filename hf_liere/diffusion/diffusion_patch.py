@@ -19,7 +19,14 @@ from ..models.encoding.encoding_traits import rotary_traits
 from ..models.encoding.folding import build_rotary_encoding
 from ..models.patched.module_inspection import device_of, forward_arguments, linear_layer
 from ..models.patched.rotary_patch import RotaryPatchConfig, TowerConfig, make_tower_config
-from ..models.patched.tower_patch import AttentionTower, OutputHooks, TowerPatch, TowerPlan, patched_towers
+from ..models.patched.tower_patch import (
+    AttentionTower,
+    OutputHooks,
+    TowerPatch,
+    TowerPlan,
+    choose_target,
+    patched_towers,
+)
 from ..models.rotation.dispatch import working_dtype
 from .diffusion_forward import (
     STATE_MODULES,
@@ -182,12 +189,7 @@ def plan_diffusion(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPla
             f"{type(model).__name__} is not a transformer of diffusers whose rotations are known; accepted: "
             f"{', '.join(FAMILIES)}."
         )
-    names = [tower.name for tower in towers]
-    if config.target is not None:
-        towers = [tower for tower in towers if tower.name == config.target]
-        if not towers:
-            raise ValueError(f"target={config.target!r} matches no transformer; there are {names}.")
-    return [_plan_tower(tower, config) for tower in towers]
+    return [_plan_tower(tower, config) for tower in choose_target(towers, config.target, "transformer")]
 
 
 def _plan_tower(tower: DiffusionTower, config: RotaryPatchConfig) -> TowerPlan[DiffusionTower]:

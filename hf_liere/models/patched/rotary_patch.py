@@ -31,7 +31,7 @@ from .patched_forward import (
     resize_tables,
 )
 from .pretrained_patch import plan_rope
-from .tower_patch import TowerPatch, TowerPlan, patched_towers
+from .tower_patch import TowerPatch, TowerPlan, choose_target, patched_towers
 from .vision_towers import Tower, find_towers, position_table, refuse_other_tokens, refuse_rotating, table_method
 
 
@@ -265,12 +265,7 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
             f"{config.rotary_init!r} is for models that do not: pass rotary_init='pretrained' to start at its "
             f"rotations. {error}"
         ) from error
-    names = [tower.name for tower in towers]
-    if config.target is not None:
-        towers = [tower for tower in towers if config.target == tower.name]
-        if not towers:
-            raise ValueError(f"target={config.target!r} matches no vision tower; there are {names}.")
-    return [_plan_tower(tower, config) for tower in towers]
+    return [_plan_tower(tower, config) for tower in choose_target(towers, config.target, "vision tower")]
 
 
 def require_unpatched(model: nn.Module) -> None:

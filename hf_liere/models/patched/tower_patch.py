@@ -84,6 +84,24 @@ class OutputHooks:
 Patchable = TypeVar("Patchable", bound=AttentionTower)
 
 
+def choose_target(towers: list[Patchable], target: str | None, kind: str) -> list[Patchable]:
+    """
+    The tower with the name `target`; `None` means all.
+
+    Args:
+        kind: What these towers are, for the message.
+
+    Raises:
+        ValueError: if no tower has the name.
+    """
+    if target is None:
+        return towers
+    chosen = [tower for tower in towers if tower.name == target]
+    if not chosen:
+        raise ValueError(f"target={target!r} matches no {kind}; there are {[tower.name for tower in towers]}.")
+    return chosen
+
+
 @dataclass
 class TowerPatch(Generic[Patchable]):
     """
