@@ -111,23 +111,22 @@ def _read_ids(rope: Any, ids: torch.Tensor) -> torch.Tensor:
     return ids.float()  # (N, A)
 
 
-def _count_patches(latents: torch.Tensor, patch: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size // extent for size, extent in zip(latents.shape[2:], patch))
+def _place_patches(latents: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+    """(N, 3) indices of the patches of (B, C, frames, height, width) latents."""
+    sizes = tuple(size // extent for size, extent in zip(latents.shape[2:], patch))
+    return grid_coordinates((0, 0, 0), sizes, latents.device)
 
 
 def _place_wan(rope: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    grid = _count_patches(hidden_states, rope.patch_size)
-    return grid_coordinates((0, 0, 0), grid, hidden_states.device)[None, :, None]  # (1, N, 1, 3), as its cos
+    return _place_patches(hidden_states, rope.patch_size)[None, :, None]  # (1, N, 1, 3), as its cos
 
 
 def _place_hunyuan(rope: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    grid = _count_patches(hidden_states, (rope.patch_size_t, rope.patch_size, rope.patch_size))
-    return grid_coordinates((0, 0, 0), grid, hidden_states.device)  # (N, 3)
+    return _place_patches(hidden_states, (rope.patch_size_t, rope.patch_size, rope.patch_size))  # (N, 3)
 
 
 def _place_cosmos(rope: Any, hidden_states: torch.Tensor, fps: int | None = None) -> torch.Tensor:
-    grid = _count_patches(hidden_states, rope.patch_size)
-    coordinates = grid_coordinates((0, 0, 0), grid, hidden_states.device)  # (N, 3)
+    coordinates = _place_patches(hidden_states, rope.patch_size)  # (N, 3)
     # Time is counted in frames at the frame rate of training.
     return coordinates if fps is None else coordinates * coordinates.new_tensor([rope.base_fps / fps, 1.0, 1.0])
 
