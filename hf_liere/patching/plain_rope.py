@@ -53,7 +53,7 @@ class PlainRope:
         if not isinstance(getattr(config, "rope_parameters", None), dict):
             raise self._make_error("its configuration has no rope_parameters")
         self.config = config
-        wanted = {layout: self._read_frequencies(encoding, layout) for layout in patch.layouts}
+        wanted = {planes.layout: self._read_frequencies(encoding, i) for i, planes in enumerate(encoding.layouts)}
         self.parameters, self.module = self._find_factors(wanted)
 
     def _make_error(self, reason: str) -> ValueError:
@@ -63,12 +63,12 @@ class PlainRope:
         )
 
     @torch.no_grad()
-    def _read_frequencies(self, encoding: PretrainedPlanes, layout: RopeLayout) -> torch.Tensor:
-        """(frequencies,) learned ones, in the order of the rotary module's."""
-        if layout.num_axes > 1:
+    def _read_frequencies(self, encoding: PretrainedPlanes, index: int) -> torch.Tensor:
+        """(frequencies,) learned ones of a layout of the encoding, in the order of the rotary module's."""
+        planes: Any = encoding.layouts[index]
+        if planes.layout.num_axes > 1:
             raise self._make_error("engines read factors of frequencies for positions on one axis alone")
-        index = next(i for i, planes in enumerate(encoding.layouts) if planes.layout == layout)
-        pretrained = encoding.layouts[index].read_frequencies(self.old).float().cpu()  # (planes,)
+        pretrained = planes.read_frequencies(self.old).float().cpu()  # (planes,)
         learned = {}
         for layer, kind in enumerate(encoding.layout_of_layer):
             if kind == index and layer in encoding.place:
@@ -87,7 +87,7 @@ class PlainRope:
                 f"attention layers {layers[0]} and {layers[layer]} differ by up to {spread[layer]:.1%}, and plain "
                 "models have one set of frequencies; accepted: all layers learned together, with share_layers=True"
             )
-        order = torch.tensor([layout.frequencies[channel] for channel in layout.first_channels()])
+        order = planes.frequencies.cpu()  # (planes,)
         return torch.zeros(len(order)).index_copy(0, order, frequencies[0])
 
     def _find_factors(self, wanted: dict[RopeLayout, torch.Tensor]) -> tuple[dict, nn.Module]:
