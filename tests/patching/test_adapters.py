@@ -5,9 +5,8 @@ import re
 
 import pytest
 import torch
-from fresh_process import run_python
 from patching_cases import CASES, build, randomize, run, same_bits
-from patching_checks import SHARED_CONFIG, build_patched
+from patching_checks import SHARED_CONFIG, build_patched, check_adapters
 
 from hf_liere import is_patched, load_rotary, patch, rotary_parameters, save_rotary, unpatch
 
@@ -23,31 +22,10 @@ def test_adapter_gives_the_same_bits_on_a_fresh_base(name, tmp_path):
     assert same_bits(run(load_rotary(fresh, tmp_path), inputs), expected)
 
 
-FRESH_PROCESS = """
-import sys, torch
-from patching_cases import build, run
-from hf_liere import load_rotary
-
-for name in sys.argv[2:]:
-    model, _ = build(name)
-    inputs, expected = torch.load(f"{sys.argv[1]}/{name}.pt")
-    load_rotary(model, f"{sys.argv[1]}/{name}")
-    # A learned attention bias takes another kernel where gradients are recorded.
-    with torch.no_grad():
-        found = run(model, inputs)
-    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected)), name
-"""
-
-
 # Every family restores its adapter in the process of the test above.
 @pytest.mark.parametrize("names", [["clip", "vivit"], pytest.param(list(CASES), marks=pytest.mark.slow)])
 def test_adapters_in_a_fresh_process(names, tmp_path):
-    for name in names:
-        model, inputs = build_patched(name)
-        save_rotary(model, tmp_path / name)
-        with torch.no_grad():
-            torch.save((inputs, run(model, inputs)), tmp_path / f"{name}.pt")
-    run_python("-c", FRESH_PROCESS, tmp_path, *names)
+    check_adapters({name: build_patched(name) for name in names}, tmp_path, "patching_cases")
 
 
 def test_docstring_example_with_peft_runs_as_written(tmp_path, monkeypatch):

@@ -321,6 +321,12 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
+def build(name):
+    """The model of a case, whose name may have a suffix after a hyphen, and its inputs."""
+    case = BY_NAME[name.partition("-")[0]]
+    return case.build(), case.inputs()
+
+
 def cogvideox_crop():
     """A crop of a larger image, as pipelines of CogVideoX 1.0 place it."""
     return cogvideox() | {"image_rotary_emb": get_3d_rotary_pos_embed(32, ((5, 3), (40, 60)), (3, 4), 3)}
@@ -370,3 +376,8 @@ def run(model, inputs):
     """The output, a tensor; of images of several sizes, their values in a row."""
     output = model(**inputs, return_dict=False)[0]
     return torch.cat([x.flatten() for x in output]) if isinstance(output, list) else output
+
+
+def outputs(model, inputs):
+    """As other modules of cases name it: all tensors of the output."""
+    return [run(model, inputs)]

@@ -244,6 +244,13 @@ def run(built, inputs, **kwargs):
     return tensors(built(**inputs, **kwargs))
 
 
+def outputs(built, inputs, **options):
+    """All tensors of the output that are not a cache."""
+    if built.can_generate():
+        options.setdefault("use_cache", False)
+    return run(built, inputs, **options)
+
+
 def tensors(value):
     if isinstance(value, torch.Tensor):
         return [value]

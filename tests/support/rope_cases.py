@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import transformers
-from patching_cases import IMAGE, SMALL, model, part, randomize, run, widen
+from patching_cases import IMAGE, SMALL, model, outputs, part, randomize, widen
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -364,13 +364,6 @@ def build_patched(name, config, std=0.3):
     built, inputs = build(name)
     randomize(patch(built, config), std)
     return built, inputs
-
-
-def outputs(built, inputs, **options):
-    """All tensors of the output that are not a cache."""
-    if built.can_generate():
-        options.setdefault("use_cache", False)
-    return run(built, inputs, **options)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def test_adapters_in_a_fresh_process(kind, tmp_path):
     models = {name: build(name) for name, found in RUNS if found == kind}
     for model, inputs in models.values():
         take_step(patch(model, CONFIGS[kind]), inputs)
-    check_adapters(models, tmp_path)
+    check_adapters(models, tmp_path, "rope_cases")
 
 
 @pytest.mark.parametrize("name, kind", RELATIVE)

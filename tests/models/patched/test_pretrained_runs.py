@@ -40,7 +40,7 @@ def test_static_cache_and_padding_on_the_left(name, config):
     ],
 )
 def test_adapters_of_every_family_in_a_fresh_process(names, config, tmp_path):
-    check_adapters({name: build_patched(name, config) for name in names}, tmp_path)
+    check_adapters({name: build_patched(name, config) for name in names}, tmp_path, "rope_cases")
 
 
 @CONFIGS
