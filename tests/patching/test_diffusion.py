@@ -28,7 +28,7 @@ from hf_liere.diffusion.families import FAMILIES
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusers.hooks import apply_group_offloading  # noqa: E402
-from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, VARIANTS, ZEROS, normal, run  # noqa: E402
+from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, VARIANTS, ZEROS, normal, run, sd3, vary  # noqa: E402
 
 
 ROW = re.compile(r"^\| `(\w+Model)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -187,7 +187,7 @@ def test_checkpointing_and_offloading(case, config):
 )
 def test_compiled_model_is_one_graph(case, config):
     small = {name: 1 for name in case.config if name in ("num_layers", "num_single_layers", "n_layers")}
-    case = replace(case, config=case.config | small)
+    case = vary(case.name, case.inputs, **small)
     model, inputs = case.build(), case.inputs()
     randomize(patch(model, config))
     if case.name == FLUX.name and config is PLANES:
@@ -221,10 +221,13 @@ def test_a_transformer_inside_a_module_is_pickled(tmp_path):
         assert torch.equal(run(unpatch(loaded)["denoiser"], inputs), run(FLUX.build(), inputs))
 
 
+# Of a pipeline of FLUX, which prompts as tensors and latents do without.
+OTHER_PARTS = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+
+
 def make_pipeline(transformer):
-    none = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = diffusers.FluxPipeline(scheduler=scheduler, transformer=transformer, **none)
+    pipeline = diffusers.FluxPipeline(scheduler=scheduler, transformer=transformer, **OTHER_PARTS)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -248,8 +251,7 @@ def test_pipeline_saves_and_loads_rotations_beside_the_plain_model_and_a_lora(tm
     with pytest.raises(ValueError, match="save_rotary"):
         complete_model(model)
     pipeline.save_pretrained(tmp_path / "pipeline")
-    none = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    restored = diffusers.FluxPipeline.from_pretrained(tmp_path / "pipeline", **none)
+    restored = diffusers.FluxPipeline.from_pretrained(tmp_path / "pipeline", **OTHER_PARTS)
     assert is_patched(restored.transformer) and torch.equal(sample(restored), learned)
     assert torch.equal(sample(make_pipeline(unpatch(restored.transformer))), before)
 
@@ -287,7 +289,7 @@ def test_a_plain_transformer_beside_older_rotations_is_warned_of(tmp_path, recwa
 
 def test_lora_on_projections_that_blocks_rotate():
     """Without a norm blocks rotate the projections, inside of which LoRA puts its own."""
-    case = replace(BY_NAME["SD3Transformer2DModel"], config=BY_NAME["SD3Transformer2DModel"].config | {"qk_norm": None})
+    case = vary("SD3Transformer2DModel", sd3, qk_norm=None)
     plain, model, inputs = case.build(), case.build(), case.inputs()
     lora = LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False)
     patch(model, ZEROS)

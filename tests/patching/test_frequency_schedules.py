@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hf_liere import FrequencySchedule, patch, set_frequency_schedule, unpatch
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
-from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, run  # noqa: E402
+from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, run, vary  # noqa: E402
 
 
 FLUX, LTX = BY_NAME["FluxTransformer2DModel"], BY_NAME["LTXVideoTransformer3DModel"]
@@ -181,7 +182,7 @@ def test_refused_models():
         (other_base, PLANES, "other rotations"),
         (table, PLANES, "does not rotate"),
         (FLUX.build().to("meta"), PLANES, "before they are offloaded"),
-        (LTX.build(), PLANES.__class__("comrope_ld", 4, rotary_init="pretrained"), "of one axis"),
+        (LTX.build(), replace(BLOCKS, position_encoding="comrope_ld"), "of one axis"),
     ):
         before = dict(model.named_modules())
         with pytest.raises(ValueError, match=message):
@@ -193,7 +194,7 @@ def test_refused_models():
 def test_calls_that_would_be_wrong_are_refused():
     sd3, cogvideox = BY_NAME["SD3Transformer2DModel"], BY_NAME["CogVideoXTransformer3DModel"]
     # Fused projections make queries that no hook sees, if there is no norm behind them.
-    model = patch(type(sd3)(sd3.name, sd3.config | {"qk_norm": None}, sd3.inputs).build(), ZEROS)
+    model = patch(vary(sd3.name, sd3.inputs, qk_norm=None).build(), ZEROS)
     model.fuse_qkv_projections()
     with pytest.raises(RuntimeError, match="fused projections"):
         run(model, sd3.inputs())

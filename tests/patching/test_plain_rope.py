@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from fresh_process import run_code
+from patching_cases import SMALL
 from rope_cases import PLANES, TEXT, blocks, build, build_patched, rope
 from safetensors.torch import load_file
 from transformers import AutoConfig, DINOv3ViTConfig, DINOv3ViTModel, LlamaConfig, LlamaForCausalLM
@@ -93,8 +94,7 @@ def test_the_configuration_says_the_frequencies(tmp_path):
 
 
 def vision(config):
-    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    return patch(DINOv3ViTModel(DINOv3ViTConfig(**fields)), config)
+    return patch(DINOv3ViTModel(DINOv3ViTConfig(**SMALL)), config)
 
 
 def dynamic():
