@@ -206,6 +206,7 @@ def build_blocks(
         share_heads=config.share_heads,
         share_layers=config.share_layers,
         rotary_init="zeros",
+        relative_axis=config.relative_axis,
     )
     encoding, orders, spectra = rotary.encoding, [], []
     for start in starts:
