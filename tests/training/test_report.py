@@ -364,6 +364,28 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     )
 
 
+def test_margins_of_one_pair_are_separate_tests():
+    """A difference of about one point: within ten points, but not within one tenth of a point."""
+    settings = [{"position_encoding": name} for name in ("absolute", "liere")]
+    table = cells_of("encodings", settings, (0.6, 0.6), 5)
+    margins = (0.001, 0.1)
+    entries = [{"against": settings[0], "within": margin} for margin in margins]
+    found = comparisons.make_comparisons({"compare": entries}, table)
+    # The test of the difference is the same in both.
+    assert [(one.kind, one.margin) for one in found.made] == [("mean", None), ("equal", 0.001), ("equal", 0.1)]
+    assert found.distinct == 3 and found.resolved == 1
+    pair = [table[row]["as trained"].outcomes for row in ("Absolute", "LieRE8")]
+    for margin, one in zip(margins, found.made[1:]):
+        assert one.test.p_value == compare(*pair, margin).p_value
+    _, text = comparisons.tests_table(found, table)
+    heading = [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")]
+    narrow, wide = (f"as trained: equivalence within ±{points}" for points in ("0.1", "10.0"))
+    assert heading == ["", "against", "as trained", narrow, wide]
+    said = comparisons.conclude(found, table)
+    assert "Equal within ±0.1 to Absolute (as trained, in points): not shown: LieRE8." in said
+    assert "Equal within ±10.0 to Absolute (as trained, in points): yes: LieRE8 " in said
+
+
 def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
     """All answers of all models are right in the end: one model is as slow as the baseline, and one is faster."""
     slow, fast = [[0.5, 0.4], [1.0, 0.95]], [[0.5, 0.95], [1.0, 0.96]]

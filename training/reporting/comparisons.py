@@ -50,6 +50,7 @@ class Comparison:
     Attributes:
         kind: "mean", "equal" (within a margin), "share" (of the seeds that solve the task) or "examples" (until then).
         metric: compared instead of the table's, if any.
+        margin: of a test of equality.
         p_value: corrected for the number of distinct tests of the sweep.
     """
 
@@ -58,8 +59,14 @@ class Comparison:
     against: str
     column: str
     metric: str | None
+    margin: float | None
     test: Test
     p_value: float
+
+    @property
+    def question(self) -> tuple[str, str, str | None, float | None]:
+        """What is asked of rows: those with equal questions share a column and, against one row, a sentence."""
+        return self.column, self.kind, self.metric, self.margin
 
     def cell(self, table: Table) -> Cell:
         """One with results in the unit of the comparison."""
@@ -116,9 +123,10 @@ def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
                 continue
             found.named += 1
             base, other = (Cell(cell.results, metric) for cell in (base, other))
-            for kind, test in _tests(base, other, found, entry.get("within"), by_condition):
-                identity = kind, metric, frozenset(_compared(cell, kind, found.solved_at) for cell in (base, other))
-                tests[kind, row, base_column if by_condition else base_row, column, metric] = identity, test
+            against = base_column if by_condition else base_row
+            for kind, margin, test in _tests(base, other, found, entry.get("within"), by_condition):
+                compared = frozenset(_compared(cell, kind, found.solved_at) for cell in (base, other))
+                tests[kind, row, against, column, metric, margin] = (kind, metric, margin, compared), test
     # What several pairs share, such as a condition under two names, counts once.
     p_values = {identity: test.p_value for identity, test in tests.values()}
     corrected = dict(zip(p_values, holm(list(p_values.values()))))
@@ -190,19 +198,19 @@ def _with_coordinates(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _tests(
     base: Cell, other: Cell, found: Comparisons, margin: float | None, same_models: bool
-) -> Iterable[tuple[str, Test]]:
-    """The tests of a pair by their kinds; none with too few seeds."""
+) -> Iterable[tuple[str, float | None, Test]]:
+    """The tests of a pair with their kinds and margins; none with too few seeds."""
     if min(len(cell.by_seed()) for cell in (base, other)) < found.fewest_seeds:
         return
     if found.solved_at is None:
-        yield "mean", compare(base.outcomes, other.outcomes, None, same_models)
+        yield "mean", None, compare(base.outcomes, other.outcomes, None, same_models)
     else:
-        yield "share", compare_shares(*(solved(cell, found.solved_at) for cell in (base, other)))
+        yield "share", None, compare_shares(*(solved(cell, found.solved_at) for cell in (base, other)))
         durations = [examples_until(cell, found.solved_at) for cell in (base, other)]
         if all(durations) and not base.results[0]["condition"]:
-            yield "examples", compare_durations(*durations)
+            yield "examples", None, compare_durations(*durations)
     if margin is not None:
-        yield "equal", compare(base.outcomes, other.outcomes, margin, same_models)
+        yield "equal", margin, compare(base.outcomes, other.outcomes, margin, same_models)
 
 
 def _compared(cell: Cell, kind: str, goal: float | None) -> Hashable:
@@ -286,18 +294,23 @@ def tests_table(found: Comparisons, table: Table) -> tuple[str, str] | None:
     """All tests, with how many of them are significant; `None` without a test."""
     if not found.made:
         return None
-    lines: dict[tuple[str, str], dict[tuple[str, str], Comparison]] = defaultdict(dict)
+    lines: dict[tuple[str, str], dict[tuple, Comparison]] = defaultdict(dict)
     for comparison in found.made:
-        lines[comparison.row, comparison.against][comparison.column, comparison.kind, comparison.metric] = comparison
-    columns = list(dict.fromkeys((one.column, one.kind, one.metric) for one in found.made))
-    titles = {"mean": "", "equal": ": equivalence", "share": ": share solved", "examples": ": examples until solved"}
-    header = ["", "against", *(f"{column}{titles[kind]}{_of(metric)}" for column, kind, metric in columns)]
+        lines[comparison.row, comparison.against][comparison.question] = comparison
+    asked = {one.question: one for one in found.made}
+    header = ["", "against", *(_heading(one, table) for one in asked.values())]
     rows = []
     for (row, against), some in lines.items():
-        rows.append([row, against, *(_shown(some.get(column), table) for column in columns)])
+        rows.append([row, against, *(_shown(some.get(question), table) for question in asked)])
     tests = "distinct test is" if found.distinct == 1 else "distinct tests are"
     said = f"{found.resolved} of {found.distinct} {tests} significant at 5% after Holm's correction."
     return said, markdown(header, rows, "---:")
+
+
+def _heading(one: Comparison, table: Table) -> str:
+    titles = {"mean": "", "share": ": share solved", "examples": ": examples until solved"}
+    title = titles[one.kind] if one.margin is None else f": equivalence within {_margin(one.margin, one.cell(table))}"
+    return f"{one.column}{title}{_of(one.metric)}"
 
 
 def _of(metric: str | None) -> str:
@@ -332,6 +345,10 @@ def _signed(value: float, cell: Cell) -> str:
     return _minus(f"{value:+.3f}")
 
 
+def _margin(value: float, cell: Cell) -> str:
+    return _signed(value, cell).replace("+", "±")
+
+
 def _minus(text: str) -> str:
     return text.replace("-", "−")
 
@@ -342,9 +359,9 @@ def _p_value(value: float) -> str:
 
 def conclude(found: Comparisons, table: Table) -> str:
     """What the tests say, or why there are none and what the table shows without them, in one paragraph."""
-    groups: dict[tuple[str, str, str, str | None], list[Comparison]] = defaultdict(list)
+    groups: dict[tuple, list[Comparison]] = defaultdict(list)
     for one in found.made:
-        groups[one.kind, one.column, one.against, one.metric].append(one)
+        groups[one.against, one.question].append(one)
     parts = [_verdicts(some, some[0].cell(table)) for some in groups.values()]
     seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
     if not found.made:
@@ -362,7 +379,7 @@ def conclude(found: Comparisons, table: Table) -> str:
 
 TITLES = {
     "mean": "Against {}",
-    "equal": "Equal within the margin to {}",
+    "equal": "Equal within {margin} to {}",
     "share": "Share of seeds that solve the task, against {}",
     "examples": "Examples until the task is solved, against {}",
 }
@@ -381,7 +398,8 @@ def _verdicts(some: list[Comparison], cell: Cell) -> str:
         verdicts = {"yes": [*verdicts["better"], *verdicts["worse"]], "not shown": verdicts["not resolved"]}
     said = "; ".join(f"{name}: {', '.join(rows)}" for name, rows in verdicts.items() if rows)
     unit = ", in points" if some[0].kind in ("mean", "equal") and cell.metric() == "eval_accuracy" else ""
-    title = TITLES[some[0].kind].format(in_prose(some[0].against))
+    margin = None if some[0].margin is None else _margin(some[0].margin, cell)
+    title = TITLES[some[0].kind].format(in_prose(some[0].against), margin=margin)
     return f"{title} ({some[0].column}{_of(some[0].metric)}{unit}): {said}."
 
 
