@@ -151,7 +151,7 @@ def row_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Plac
     under = [condition(one) for one in entry["under"]] if "under" in entry else columns_of(table)
     pairs = pair({row: _with_coordinates(settings) for row, settings in given.items()}, entry["against"], ignored)
     for row, base in pairs.items():
-        if any(wanted.items() <= given[row].items() for wanted in entry.get("rows", [{}])):
+        if _is_selected(given[row], entry):
             yield from (((row, column), (base, column)) for column in under)
 
 
@@ -163,11 +163,13 @@ def condition_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place
         {column: dict.fromkeys(against) | conditions for column, conditions in given.items()}, against, {*SEEDS}
     )
     for row, cells in table.items():
-        if any(
-            wanted.items() <= next(iter(cells.values())).results[0]["settings"].items()
-            for wanted in entry.get("rows", [{}])
-        ):
+        if _is_selected(next(iter(cells.values())).results[0]["settings"], entry):
             yield from (((row, column), (row, base)) for column, base in pairs.items())
+
+
+def _is_selected(settings: dict[str, Any], entry: dict[str, Any]) -> bool:
+    """Whether a row with these settings is one of the `rows`, by default all."""
+    return any(wanted.items() <= settings.items() for wanted in entry.get("rows", [{}]))
 
 
 def pair(given: dict[str, dict[str, Any]], against: dict[str, Any], ignored: set[str]) -> dict[str, str]:
