@@ -242,9 +242,13 @@ def examples_until(cell: Cell, goal: float) -> list[Duration]:
     return durations
 
 
+def num_epochs(result: dict[str, Any]) -> float:
+    return result["run"].get("training", {}).get("num_train_epochs", 0)
+
+
 def train_examples(result: dict[str, Any]) -> float:
     """The number of training examples in an epoch."""
-    trained, epochs = result["train_metrics"], result["run"].get("training", {}).get("num_train_epochs", 0)
+    trained, epochs = result["train_metrics"], num_epochs(result)
     # The recorded time of a resumed run covers only its last part.
     counted = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
     return result["run"].get("examples", {}).get("train", {}).get("samples", counted)

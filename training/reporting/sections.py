@@ -10,6 +10,7 @@ from training.reporting.comparisons import (
     conclude,
     is_at_chance,
     make_comparisons,
+    num_epochs,
     solved_table,
     tests_table,
     train_examples,
@@ -35,7 +36,7 @@ Part = tuple[str, str]
 def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
     numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
     seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
-    epochs, examples = _num_epochs(results[0]), results[0]["metrics"]["eval_samples"]
+    epochs, examples = num_epochs(results[0]), results[0]["metrics"]["eval_samples"]
     budget = "".join(f"{part}, " for part in common) + f"{_count(epochs, 'epoch')}, {seeds}, {examples:,} examples"
     return f"{folder}: {results[0]['sweep']} ({budget})"
 
@@ -140,7 +141,7 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
     parts = [
         f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels",
         *common,
-        f"{_count(_num_epochs(first), 'epoch')} of {round(train_examples(first)):,} examples in batches of {batch}",
+        f"{_count(num_epochs(first), 'epoch')} of {round(train_examples(first)):,} examples in batches of {batch}",
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
         f"evaluated on {first['metrics']['eval_samples']:,} examples",
         f"{first['environment'].get('accelerator') or first['environment'].get('device', '')}, "
@@ -161,10 +162,6 @@ def _reach_of_examples(table: Table) -> str:
         return ""
     shown = {"eval_accuracy": f"{100 * reach:.1f} points", "eval_perplexity": f"{100 * np.expm1(reach):.0f}%"}
     return f" Other test examples alone would move a figure by up to ±{shown.get(cells[0].metric(), f'{reach:.3f}')}."
-
-
-def _num_epochs(result: dict[str, Any]) -> float:
-    return result["run"].get("training", {}).get("num_train_epochs", 0)
 
 
 def _count(number: float, noun: str) -> str:
