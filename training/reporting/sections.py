@@ -153,11 +153,7 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
 def _reach_of_examples(table: Table) -> str:
     """How far another choice of examples could move a figure."""
     cells = [cell for some in table.values() for cell in some.values()]
-    errors = []
-    for cell in cells:
-        means = cell.outcomes.values.mean(axis=(0, 1))
-        errors.append(means.std(ddof=1) / len(means) ** 0.5 if len(means) > 1 else cell.outcomes.error)
-    reach = QUANTILE * float(max(errors))
+    reach = QUANTILE * max(cell.outcomes.error_of_examples() for cell in cells)
     if reach == 0:
         return ""
     shown = {"eval_accuracy": f"{100 * reach:.1f} points", "eval_perplexity": f"{100 * np.expm1(reach):.0f}%"}

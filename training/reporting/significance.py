@@ -64,6 +64,11 @@ class Outcomes:
         seeds, rest = _variance(self.values.mean(axis=(1, 2))), _shared_variances(self.values.mean(axis=0))
         return [seeds, *rest, *([(self.error**2, math.inf)] if self.error else [])]
 
+    def error_of_examples(self) -> float:
+        """The standard error of the mean due to the choice of examples, for these seeds and draws."""
+        means = self.values.mean(axis=(0, 1))
+        return math.sqrt(_variance(means)[0]) if len(means) > 1 else self.error
+
 
 def _variance(means: np.ndarray) -> tuple[float, float]:
     """The variance of the mean of independent `means`, and its degrees of freedom."""
