@@ -9,6 +9,7 @@ asked in all directions has to know this.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -40,12 +41,19 @@ def pose_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
         `matrices` (count, N, 9), the same as rotation matrices, row by row; `labels` (count, N), the class of the
         target at the query, and `IGNORED_LABEL` elsewhere.
     """
-    chunks = [_chunk(split, chunk, largest_angle) for chunk in range(math.ceil(count / CHUNK))]
+    return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
+
+
+def draw_columns(
+    split: str, count: int, draw: Callable[[np.random.Generator], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """The first `count` samples of a split, of which `draw` makes `CHUNK` at a time."""
+    generators = (np.random.default_rng((SPLITS.index(split), chunk)) for chunk in range(math.ceil(count / CHUNK)))
+    chunks = [draw(rng) for rng in generators]
     return {name: np.concatenate([columns[name] for columns in chunks])[:count] for name in chunks[0]}
 
 
-def _chunk(split: str, chunk: int, largest_angle: float) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng((SPLITS.index(split), chunk))
+def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarray]:
     # Four normal numbers are a quaternion of a uniformly distributed rotation.
     numbers = torch.from_numpy(rng.standard_normal((CHUNK, TOKENS, 4)))
     vectors = quaternion_to_rotation_vector(numbers, "wxyz")  # (CHUNK, N, 3)

@@ -1,5 +1,6 @@
 """Samples of tokens with features, positions and labels: reading or generating, checks, and batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,22 +175,25 @@ def _solids(arguments: TokenDataArguments, part: str, limit: int | None) -> Colu
     }
 
 
-def _poses(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
-    split = poses.SPLITS[part == "evaluation"]
-    count = limit or poses.DEFAULT_SIZES[split]
-    columns = poses.pose_columns(split, count, getattr(arguments, f"{part}_angle"))
-    return {name: list(values) for name, values in columns.items()}
+def _turned(
+    make: Callable[[str, int, float], dict[str, np.ndarray]], sizes: dict[str, int]
+) -> Callable[[TokenDataArguments, str, int | None], Columns]:
+    """Samples that are turned by up to the angle of the part: `make(split, count, largest_angle)`."""
 
+    def columns(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
+        split = poses.SPLITS[part == "evaluation"]
+        made = make(split, limit or sizes[split], getattr(arguments, f"{part}_angle"))
+        return {name: list(values) for name, values in made.items()}
 
-def _views(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
-    split = views.SPLITS[part == "evaluation"]
-    count = limit or views.DEFAULT_SIZES[split]
-    columns = views.view_columns(split, count, getattr(arguments, f"{part}_angle"))
-    return {name: list(values) for name, values in columns.items()}
+    return columns
 
 
 # Columns of a part of the data, at most so many samples, by the name of the generated data set.
-GENERATED = {"solids": _solids, "poses": _poses, "views": _views}
+GENERATED = {
+    "solids": _solids,
+    "poses": _turned(poses.pose_columns, poses.DEFAULT_SIZES),
+    "views": _turned(views.view_columns, views.DEFAULT_SIZES),
+}
 
 
 def _from_files(arguments: TokenDataArguments, part: str) -> TokenTable:

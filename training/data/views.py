@@ -16,9 +16,9 @@ import torch
 
 from hf_liere import matrix_to_rotation_vector, quaternion_to_rotation_vector, rotation_vector_to_matrix
 from training.data.augmentation import IGNORED_LABEL
+from training.data.poses import CHUNK, draw_columns
 
 
-SPLITS = ("train", "validation")
 DEFAULT_SIZES = {"train": 38400, "validation": 2000}
 CAMERAS, POINTS = 4, 4
 # Half the angle of view, in radians.
@@ -29,8 +29,6 @@ NOISE = 0.15
 DISTANCE, SPREAD = 2.0, 0.7
 # Standard deviation of the scene's translation on each axis if it is turned by up to 180 degrees.
 FAR = 2.0
-# Samples that are drawn together; the samples of a split are the same however many are drawn.
-CHUNK = 1024
 
 
 def view_columns(split: str, count: int, largest_angle: float) -> dict[str, np.ndarray]:
@@ -46,13 +44,10 @@ def view_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
         `translations` (count, N, 3), their parts; `labels` (count, N), 1 for cameras that see the marked point, 0 for
         others, and `IGNORED_LABEL` for points.
     """
-    chunks = [_chunk(split, chunk, largest_angle) for chunk in range(math.ceil(count / CHUNK))]
-    return {name: np.concatenate([columns[name] for columns in chunks])[:count] for name in chunks[0]}
+    return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
 
 
-def _chunk(split: str, chunk: int, largest_angle: float) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng((SPLITS.index(split), chunk))
-
+def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarray]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.standard_normal((CHUNK, *shape)))
 
