@@ -47,10 +47,16 @@ class Runner:
             return
         self.model.zero_grad(set_to_none=True)
         for left in reversed(range(self.settings.micro_batches)):
-            with hf_liere.accumulate_rotations(self.model, sync_gradients=left == 0):
+            with self._accumulate(is_last=left == 0):
                 with self.settings.autocast():
                     loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
                 loss.backward()
+
+    def _accumulate(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        if self.settings.micro_batches == 1:
+            # Entering the context visits all modules, which is no part of a plain step.
+            return contextlib.nullcontext()
+        return hf_liere.accumulate_rotations(self.model, sync_gradients=is_last)
 
     def seconds(self, steps: int) -> dict[str, float]:
         """Mean seconds of a step by every clock."""
