@@ -6,6 +6,7 @@ import pytest
 import torch
 from patching_cases import CASES, build, check_step_of_two_processes, randomize, run, same_bits
 from patching_checks import SHARED_CONFIG, build_patched, check_copies, check_offloading, compute_checkpointed_gradients
+from slow_cases import slow_except
 
 from hf_liere import patch, rotary_parameters
 
@@ -117,12 +118,7 @@ def test_checkpointed_gradients_of_every_family_are_those_without(name):
 
 
 # One of each way to embed patches and to pass attention on; compiling takes seconds each.
-COMPILED_FAST = ("clip_vision", "siglip2", "vivit")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_except(("clip_vision", "siglip2", "vivit"), CASES))
 def test_compiled_whole_graph_gives_the_same(name):
     if name == "videomae_pretraining":
         pytest.skip("transformers' own VideoMAEForPreTraining is no whole graph: its masks decide the number of tokens")

@@ -13,6 +13,8 @@ PRODUCTS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.prod
 FOLDABLE = (*COMMUTING, "liere_product")
 # Encodings that can start without any rotation.
 NEUTRAL = tuple(name for name, traits in ENCODING_TRAITS.items() if "zeros" in traits.rotary_inits)
+# One of each way to compute rotations, for tests that compile, which takes seconds each.
+COMPILED_FAST = ("liere", "comrope_ld", "liere_product")
 # Their basis is never the identity, so that even without any rotation queries and keys are rounded in it.
 ROUNDED = ("circulant_string",)
 

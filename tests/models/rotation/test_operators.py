@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from encoding_cases import FOLDABLE, IMAGE_CASES
+from encoding_cases import COMPILED_FAST, FOLDABLE, IMAGE_CASES
 from rotating import rotate_query_key
+from slow_cases import slow_except
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import hf_liere
@@ -181,16 +182,9 @@ def test_blocks_in_a_graph_are_those_outside(implementation, fresh_compiler, hea
 SHARED = {"share_layers": True, "share_heads": True, "rotate_prefix": True}
 
 
-# One of each way to compute rotations; compiling takes seconds each.
-COMPILED_FAST = ("liere", "comrope_ld", "liere_product")
-
-
 @pytest.mark.parametrize(
     "encoding, block_size, fields",
-    [
-        *(pytest.param(*case, {}, marks=() if case[0] in COMPILED_FAST else pytest.mark.slow) for case in IMAGE_CASES),
-        ("liere", 8, SHARED),
-    ],
+    slow_except(COMPILED_FAST, [*((*case, {}) for case in IMAGE_CASES), ("liere", 8, SHARED)]),
 )
 def test_a_training_step_of_a_graph_is_that_of_the_model(
     tiny, implementation, fresh_compiler, encoding, block_size, fields

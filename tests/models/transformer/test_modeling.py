@@ -5,6 +5,7 @@ import pytest
 import torch
 from encoding_cases import COMMUTING, ENCODINGS, NEUTRAL, ROUNDED
 from encoding_cases import fields as fields_of
+from slow_cases import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
@@ -341,12 +342,7 @@ def test_sizes_share_two_graphs(tiny, encoding, fresh_compiler):
 
 # The steps of test_operators.py are those of compiled models of every encoding.
 @pytest.mark.parametrize(
-    "encoding",
-    [
-        "none",
-        *("absolute", "liere", "comrope_ld"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS if name not in ("liere", "comrope_ld")),
-    ],
+    "encoding", slow_except(("none", "absolute", "liere", "comrope_ld"), ("none", "absolute", *ENCODINGS))
 )
 def test_compiles_to_one_graph(tiny, encoding, fresh_compiler):
     """Gradients included; inductor itself is left to the slow tests."""

@@ -8,6 +8,7 @@ import torch
 from encoding_cases import COMMUTING, ENCODINGS, FOLDABLE, block_size, on_axes, perturb
 from fresh_process import run_two_processes
 from pairwise import pairwise
+from slow_cases import slow_except
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -374,12 +375,7 @@ def test_gradients(encoding):
 
 
 # Compiling takes seconds: planes, dense blocks and a product of rotations stand for the others.
-COMPILED_FAST = ("rope_mixed", "liere", "spherical_rope")
-
-
-@pytest.mark.parametrize(
-    "encoding", [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS]
-)
+@pytest.mark.parametrize("encoding", slow_except(("rope_mixed", "liere", "spherical_rope"), ENCODINGS))
 def test_one_graph(encoding, fresh_compiler):
     rotary = build(encoding)
     positions = torch.randn(2, 5, 2)

@@ -1,0 +1,9 @@
+"""Which cases of a test run in every test run, and which only among the slow ones."""
+
+import pytest
+
+
+def slow_except(fast, cases):
+    """`cases`, which are names or tuples that start with one; those of other names than `fast` are slow."""
+    tuples = [(case,) if isinstance(case, str) else case for case in cases]
+    return [pytest.param(*case, marks=() if case[0] in fast else pytest.mark.slow) for case in tuples]
