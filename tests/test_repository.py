@@ -12,6 +12,7 @@ from checkout import ROOT
 from packaging.requirements import Requirement
 
 import hf_liere
+import training
 
 
 if sys.version_info >= (3, 11):
@@ -27,6 +28,8 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Names of conda's packages.
 CONDA = {"torch": "pytorch", "huggingface-hub": "huggingface_hub"}
+# Distributions whose modules have another name.
+DISTRIBUTIONS = {"PIL": "pillow"}
 
 
 def read(path: str | Path):
@@ -164,3 +167,9 @@ def test_a_release_needs_its_tag_its_date_and_the_repository(release):
     assert sentence == "date-released of CITATION.cff is None; accepted: 2026-01-31, the date in CHANGELOG.md."
     edit(root / "CITATION.cff", r"^version: .*", r"\g<0>\ndate-released: 2026-01-31")
     assert missing(root, f"v{version}") == []
+
+
+@pytest.mark.parametrize("extra", training.LIBRARIES)
+def test_the_extra_that_scripts_name_has_the_library(extra):
+    provided = {Requirement(text).name for text in PYPROJECT["project"]["optional-dependencies"][extra]}
+    assert {DISTRIBUTIONS.get(name, name) for name in training.LIBRARIES[extra]} <= provided
