@@ -8,6 +8,7 @@ import torch
 
 from .faults import FIXES, Fault, find_faults
 from .rotation import Rotation, compute_law
+from .spectrum import fit_bases
 
 
 # An error of an angle that matters, in radians, where float32 does not round by more.
@@ -222,11 +223,9 @@ def _propose_thetas(rotation: Rotation, evidence: Evidence) -> list[float]:
         usable = unscaled & (index <= index[unscaled].median())
     if not usable.any():
         return []
-    steps = index[usable] / rotation.law["count"]
-    ratio = (observed[usable] / wanted[usable]).log()  # (usable,)
-    theta = rotation.law["rope_theta"] * math.exp(-float((steps * ratio).sum() / steps.square().sum()))
-    bases = dict.fromkeys(float(f"{theta:.{digits}g}") for digits in range(1, 7))
-    return [base for base in bases if base > 1 and base != rotation.law["rope_theta"]]
+    theta = rotation.law["rope_theta"]
+    bases = fit_bases(index[usable] / rotation.law["count"], observed[usable] / wanted[usable], theta)
+    return [base for base in bases if base > 1 and base != theta]
 
 
 def estimate_frequencies(rotation: Rotation, evidence: Evidence) -> torch.Tensor | None:

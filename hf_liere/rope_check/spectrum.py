@@ -153,19 +153,24 @@ def recognise_law(values: torch.Tensor) -> dict[str, Any] | None:
     count = len(values)
     if count < 2 or not (values > 0).all():
         return None
-    theta = fit_theta(values)
-    for digits in (1, 2, 3, 4, 5, 6):
-        law = {"rope_type": "default", "rope_theta": float(f"{theta:.{digits}g}"), "count": count}
+    for theta in fit_bases(torch.arange(count, dtype=torch.float64) / count, values):
+        law = {"rope_type": "default", "rope_theta": theta, "count": count}
         if _agree(compute_spectrum(law)[0], values):
             return law
     return None
 
 
-def fit_theta(values: torch.Tensor, weights: torch.Tensor | None = None) -> float:
-    """θ of the geometric sequence θ^(−i/n) that is nearest to (n,) positive frequencies, in their logarithms."""
-    steps = torch.arange(len(values), dtype=torch.float64) / len(values)  # (n,)
-    weights = torch.ones_like(steps) if weights is None else weights
-    return math.exp(float(-(weights * steps * values.log()).sum() / (weights * steps.square()).sum().clamp_min(1e-30)))
+def fit_bases(steps: torch.Tensor, values: torch.Tensor, base: float = 1.0) -> list[float]:
+    """
+    Bases near the θ with which (θ / base)^(−step) is nearest to positive numbers, in their logarithms; rounder ones
+    first.
+
+    Args:
+        steps: (n,), not all zero.
+        values: (n,), float64: frequencies, or with `base` their ratios to those of this base.
+    """
+    theta = base * math.exp(-float((steps * values.log()).sum() / steps.square().sum()))
+    return list(dict.fromkeys(float(f"{theta:.{digits}g}") for digits in range(1, 7)))
 
 
 def match_spectrum(wanted: torch.Tensor, found: torch.Tensor) -> list[int] | None:
