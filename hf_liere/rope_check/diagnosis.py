@@ -82,8 +82,7 @@ class Evidence:
                 given, wanted = self.tensors[name], expected[name]
                 if given.shape[-1] == rotation.num_planes and name in ("cos", "sin"):
                     # One column for each plane.
-                    first = [rotation.channels.index(plane) for plane in range(rotation.num_planes)]
-                    wanted, planes = wanted[:, first], list(range(rotation.num_planes))
+                    wanted, planes = wanted[:, rotation.columns], list(range(rotation.num_planes))
                 if given.shape != wanted.shape:
                     return None
                 parts.append((given.double() - wanted).nan_to_num(math.inf))
@@ -242,8 +241,7 @@ def estimate_frequencies(rotation: Rotation, evidence: Evidence) -> torch.Tensor
     if {"cos", "sin"} <= tensors.keys() and tensors["cos"].shape == tensors["sin"].shape:
         cos, sin = tensors["cos"], tensors["sin"]  # (N, D)
         if cos.shape[1] == len(rotation.channels):
-            first = [rotation.channels.index(plane) for plane in range(rotation.num_planes)]
-            cos, sin = cos[:, first], sin[:, first]  # (N, planes)
+            cos, sin = cos[:, rotation.columns], sin[:, rotation.columns]  # (N, planes)
         if cos.shape != coordinates.shape:
             return None
         return torch.atan2(sin, cos)[place] / coordinates[place]

@@ -97,9 +97,8 @@ class FoundRotation:
     def coordinates_of_image(self, size: tuple[int, int]) -> torch.Tensor:
         """(N, A), float64, of an image."""
         found = CoordinateProbe(self.rope)(torch.zeros(1, 3, *size), **self.options)  # (…, N, D)
-        axis_channels = [self.rotation.axes.index(axis) for axis in range(self.rotation.num_axes)]
-        channels = [self.rotation.channels.index(plane) for plane in axis_channels]
-        return found.flatten(0, -2)[:, channels].double()
+        columns = [self.rotation.columns[self.rotation.axes.index(axis)] for axis in range(self.rotation.num_axes)]
+        return found.flatten(0, -2)[:, columns].double()
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -174,15 +173,13 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
     with torch.device("cpu"), torch.no_grad():
         arguments, coordinates = find_positions(rope, options, ValueError("its positions have an unknown form"))
     axes, num_axes = _name_axes(layout, arguments, coordinates.flatten(0, -2))
-    first = layout.first_channels()
-    planes = tuple(layout.frequencies[channel] for channel in first)
     buffer = rope._buffers[layout.buffer].detach().double().flatten()  # (frequencies,)
     if buffer.isnan().any():
         raise ValueError("a model without weights does not compute its frequencies; --weights loads them")
     config = getattr(rope, "config", None)
     spectrum = _choose_spectrum(config, layout, buffer)
     law, remarks = spectrum.law, [] if spectrum.remark is None else [spectrum.remark]
-    indices = tuple(spectrum.indices[plane] for plane in planes)
+    indices = tuple(spectrum.indices[layout.frequencies[channel]] for channel in layout.first_channels())
     frequencies, factor = (buffer[list(indices)], layout.factor) if law is None else compute_law(law, indices)
     head, rotating = _examine_layers(tower, layers)
     if tower.others:
@@ -194,7 +191,7 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
     rotation = Rotation(
         name=label,
         frequencies=frequencies,
-        axes=tuple(axes[layout.axes[channel]] for channel in first),
+        axes=tuple(axes[axis] for axis in layout.axes_of_planes),
         num_axes=num_axes,
         channels=layout.planes,
         factor=factor,

@@ -77,6 +77,11 @@ class Rotation:
         return min(min(pair) for pair in self.pairs or ((0, 0),))
 
     @property
+    def columns(self) -> list[int]:
+        """By plane, its first column of cos and sin."""
+        return [self.channels.index(plane) for plane in range(self.num_planes)]
+
+    @property
     def paired_channels(self) -> tuple[list[int], list[int]]:
         """The first channels of all planes, and the second ones."""
         pairs = self.pairs or ()
