@@ -133,7 +133,7 @@ def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotati
     else:
         _describe_errors(diagnosis, evidence.positions, measured)
     if not diagnosis.is_right:
-        diagnosis.causes = _explain(rotation, evidence, others)
+        diagnosis.causes = _explain(rotation, evidence, others, _share(measured))
         kinds = {fault.kind for faults in diagnosis.causes for fault in faults}
         if kinds == {"output type"}:
             # As results in a half type, whose rounding is allowed for; the first type is the coarser one.
@@ -161,10 +161,16 @@ def _largest(values: torch.Tensor, chosen: torch.Tensor) -> float:
     return float(values[chosen].max()) if chosen.any() else 0.0
 
 
-def _explain(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None) -> list[tuple[Fault, ...]]:
-    """The faults that explain the evidence best: one, or two if no single one does."""
+def _explain(
+    rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None, known: float
+) -> list[tuple[Fault, ...]]:
+    """
+    The faults that explain the evidence best: one, or two if no single one does.
+
+    Args:
+        known: The share of values that need no fault.
+    """
     singles = list(find_faults(rotation, _propose_thetas(rotation, evidence), others))
-    known = _share(evidence.measure(rotation))
     found = _choose([(fault,) for fault in singles], evidence, known)
     if found:
         return found
@@ -193,12 +199,13 @@ def _choose(proposals: list[tuple[Fault, ...]], evidence: Evidence, known: float
     scored: dict[tuple[str, ...], tuple[float, float, tuple[Fault, ...]]] = {}
     for faults in proposals:
         measured = evidence.measure(faults[-1].rotation)
-        if measured is None or _share(measured) < max(EXPLAINED, known + 1e-9):
+        share = _share(measured)
+        if measured is None or share < max(EXPLAINED, known + 1e-9):
             continue
         score = max(float(error.clamp(max=1).mean()) for error, _ in measured)
         names = tuple(sorted(fault.name for fault in faults))
         if names not in scored or score < scored[names][1]:
-            scored[names] = _share(measured), score, faults
+            scored[names] = share, score, faults
     most = max((share for share, _, _ in scored.values()), default=0.0) - 1e-3
     best = min((score for share, score, _ in scored.values() if share >= most), default=0.0)
     chosen = [faults for share, score, faults in scored.values() if share >= most and score <= 1.5 * best + 1e-7]
