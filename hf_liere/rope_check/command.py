@@ -166,8 +166,7 @@ def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
 def make_vectors(model: nn.Module) -> tuple[list[Vectors], list[str]]:
     """The test vectors of a model, and why others cannot be written."""
     found, refused = _split(find_rotations(model))
-    chosen = (find_positions_of(part) if part.reads_pixels else None for part in found)
-    return [Vectors.make(part.rotation, positions) for part, positions in zip(found, chosen)], refused
+    return [Vectors.make(part.rotation, find_positions_of(part)) for part in found], refused
 
 
 def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool = False, **options: Any) -> str:

@@ -116,7 +116,7 @@ def _compare_images(found: FoundRotation) -> Iterator[str]:
 
 def _compare_sequences(found: FoundRotation) -> Iterator[str]:
     rope = copy.deepcopy(found.rope)
-    positions = choose_positions(found.rotation.num_axes, found.rotation.longest)
+    positions = find_positions_of(found)
     whole = found.compute_cos_sin(positions, rope)  # 2 × (N, D)
     order = positions.amax(1).argsort()  # the nearest first
     half = order[: len(order) // 2].sort().values

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ..errors import InputError
 from ..storage.targets import new_file
 from .diagnosis import TENSORS, Diagnosis, Evidence, diagnose
-from .rotation import STATES, Rotation, choose_positions, make_states
+from .rotation import STATES, Rotation, make_states
 
 
 FORMAT, VERSION = "hf-liere-rope", "1"
@@ -45,10 +45,8 @@ class Vectors:
     states: Mapping[str, torch.Tensor]
 
     @classmethod
-    def make(cls, rotation: Rotation, positions: torch.Tensor | None = None) -> "Vectors":
-        """With positions and states that tell faults apart."""
-        if positions is None:
-            positions = choose_positions(rotation.num_axes, rotation.longest)
+    def make(cls, rotation: Rotation, positions: torch.Tensor) -> "Vectors":
+        """With states that tell faults apart."""
         states = {} if rotation.pairs is None else make_states(len(positions), rotation.head_dim or 0)
         return cls(rotation, positions, states)
 
