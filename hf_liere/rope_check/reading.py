@@ -246,31 +246,35 @@ class Spectrum:
 
 def _choose_spectrum(config: object, layout: RopeLayout, buffer: torch.Tensor) -> Spectrum:
     as_they_are = list(range(len(buffer)))
+    asked = read_law(config, layout.layer_type, len(buffer))
+    if asked is None:
+        return _recognise_spectrum(buffer)
     # Axes may have the same frequencies.
     counts = list(dict.fromkeys([len(buffer), len(buffer.unique())]))
-    for count, odd in itertools.product(counts, (0, 1)):
-        law = read_law(config, layout.layer_type, count)
-        if law is not None:
-            # Half of a head may have an odd number of channels.
-            law |= {"dim": 2 * count - 1} if odd else {}
-            try:
-                wanted, factor = compute_spectrum(law)
-            except ValueError as error:
-                return Spectrum(None, as_they_are, remark=f"frequencies are taken as they are: {error}")
-            indices = match_spectrum(wanted, buffer)
-            if indices is not None:
-                return Spectrum(law, indices, abs(factor - layout.factor) > 1e-6 * factor)
-    law = read_law(config, layout.layer_type, len(buffer))
-    if law is not None:
-        return Spectrum(law, as_they_are, True)
-    unique = buffer.unique().flip(0)
-    law = recognise_law(unique)
+    for count, odd in itertools.product(counts, (False, True)):
+        # Half of a head may have an odd number of channels.
+        law = {**asked, "count": count, **({"dim": 2 * count - 1} if odd else {})}
+        try:
+            wanted, factor = compute_spectrum(law)
+        except ValueError as error:
+            return Spectrum(None, as_they_are, remark=f"frequencies are taken as they are: {error}")
+        indices = match_spectrum(wanted, buffer)
+        if indices is not None:
+            return Spectrum(law, indices, abs(factor - layout.factor) > 1e-6 * factor)
+    return Spectrum(asked, as_they_are, True)
+
+
+def _recognise_spectrum(buffer: torch.Tensor) -> Spectrum:
+    """That of frequencies for which the configuration names no base."""
+    law = recognise_law(buffer.unique().flip(0))
     if law is not None:
         indices = match_spectrum(compute_spectrum(law)[0], buffer)
         if indices is not None:
             remark = "the configuration names no base: rope_theta is that of the module's own frequencies"
             return Spectrum(law, indices, remark=remark)
-    return Spectrum(None, as_they_are, remark="frequencies are taken as they are: they follow no formula known here")
+    return Spectrum(
+        None, list(range(len(buffer))), remark="frequencies are taken as they are: they follow no formula known here"
+    )
 
 
 def _find_longest(config: object, law: dict | None, num_axes: int) -> int:
