@@ -51,25 +51,24 @@ def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
         warnings.simplefilter("ignore")
         measurement = Measurement(_compare(found, copy.deepcopy(found.rope), torch.float32, others))
         measurement.alarms = list(_find_dependencies(found))
-        for name, rope, dtype in _convert(found.rope):
-            context = torch.autocast("cpu", dtype) if name == "under autocast" else contextlib.nullcontext()
-            states_dtype = torch.float32 if name == "under autocast" else dtype
-            label = f"{name} ({str(dtype).removeprefix('torch.')})"
+        for name, rope, dtype, context in _convert(found.rope):
             with context:
                 try:
-                    measurement.conversions[label] = _compare(found, rope, states_dtype, others)
+                    measurement.conversions[name] = _compare(found, rope, dtype, others)
                 except CALL_ERRORS as error:
-                    measurement.conversions[label] = Diagnosis(
+                    measurement.conversions[name] = Diagnosis(
                         found.rotation.name, is_right=False, remarks=[f"fails: {error}".splitlines()[0]]
                     )
     return measurement
 
 
-def _convert(rope: nn.Module) -> Iterator[tuple[str, nn.Module, torch.dtype]]:
-    yield "states in a half type", copy.deepcopy(rope), torch.bfloat16
-    yield "under autocast", copy.deepcopy(rope), torch.bfloat16
-    yield "after model.to(dtype)", copy.deepcopy(rope).to(torch.bfloat16), torch.bfloat16
-    yield "after model.half()", copy.deepcopy(rope).half(), torch.float16
+def _convert(rope: nn.Module) -> Iterator[tuple[str, nn.Module, torch.dtype, contextlib.AbstractContextManager]]:
+    """(name, module, dtype of the states, context of the call) of every way to use half types."""
+    plain, autocast = contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)
+    yield "states in a half type (bfloat16)", copy.deepcopy(rope), torch.bfloat16, plain
+    yield "under autocast (bfloat16)", copy.deepcopy(rope), torch.float32, autocast
+    yield "after model.to(dtype) (bfloat16)", copy.deepcopy(rope).to(torch.bfloat16), torch.bfloat16, plain
+    yield "after model.half() (float16)", copy.deepcopy(rope).half(), torch.float16, plain
 
 
 def find_positions_of(found: FoundRotation) -> torch.Tensor:
