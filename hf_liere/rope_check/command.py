@@ -17,7 +17,7 @@ from .diagnosis import Diagnosis
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
 from .reading import FoundRotation, UnreadableError, find_rotations
-from .rotation import Rotation
+from .rotation import STYLES, Rotation
 from .vectors import FORMAT, Vectors, VectorsError, check_file, read_tensors, read_vectors, write_vectors
 
 
@@ -94,7 +94,7 @@ def _describe_rotation(found: FoundRotation) -> list[tuple[str, str]]:
     described = [("layers", layers)]
     if rotation.pairs is not None:
         shown = ", ".join(map(str, rotation.pairs[:2]))
-        style = {"halves": "halves", "adjacent": "adjacent pairs"}.get(rotation.style or "", "pairs")
+        style = STYLES.get(rotation.style or "", "pairs")
         described.append(("channels", f"{2 * rotation.num_planes} of {rotation.head_dim} rotate, {style} {shown}, …"))
     if rotation.num_axes > 1:
         described.append(("axes", f"{rotation.num_axes}, by plane {_describe_runs(rotation.axes)}"))

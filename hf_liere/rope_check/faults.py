@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from .rotation import Rotation, compute_law, make_pairs
+from .rotation import STYLES, Rotation, compute_law, make_pairs
 from .spectrum import compute_spectrum
 
 
@@ -75,14 +75,14 @@ def find_faults(
 
 
 Found: TypeAlias = Iterator[tuple[str, Rotation]]
-_PAIRS = {"halves": "halves", "adjacent": "adjacent pairs"}
 
 
 def _find_pairs(rotation: Rotation) -> Found:
-    if rotation.style in ("halves", "adjacent"):
-        other = "adjacent" if rotation.style == "halves" else "halves"
+    style = rotation.style
+    if style in STYLES:
+        other = "adjacent" if style == "halves" else "halves"
         pairs = make_pairs(other, rotation.num_planes, rotation.first_channel)
-        yield f"{_PAIRS[other]} instead of {_PAIRS[rotation.style or other]}", replace(rotation, pairs=pairs)
+        yield f"{STYLES[other]} instead of {STYLES[style]}", replace(rotation, pairs=pairs)
 
 
 def _find_scaling(rotation: Rotation) -> Found:
@@ -116,7 +116,7 @@ def _find_partial(rotation: Rotation) -> Found:
     name = f"frequencies counted over all {head_dim} channels instead of the {2 * count} that rotate"
     yield name, replace(rotation, frequencies=spectrum[:count])
     style = rotation.style
-    if style in _PAIRS:
+    if style in STYLES:
         whole = head_dim // 2
         yield (
             f"partial factor ignored: all {head_dim} channels rotate instead of {2 * count}",
@@ -133,7 +133,7 @@ def _find_partial(rotation: Rotation) -> Found:
 
 
 def _find_place(rotation: Rotation) -> Found:
-    if rotation.style not in _PAIRS or rotation.head_dim in (None, 2 * rotation.num_planes):
+    if rotation.style not in STYLES or rotation.head_dim in (None, 2 * rotation.num_planes):
         return
     first = rotation.first_channel
     start = 0 if first else rotation.head_dim - 2 * rotation.num_planes

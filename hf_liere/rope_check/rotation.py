@@ -10,6 +10,8 @@ from .spectrum import compute_spectrum
 
 
 STATES = ("query", "key")
+# Ways in which the two channels of a plane lie in a head, as users read them.
+STYLES = {"halves": "halves", "adjacent": "adjacent pairs"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Rotation:
         """How a plane's two channels lie in a head: `halves`, `adjacent`, another way, or unknown."""
         if self.pairs is None:
             return None
-        for name in ("halves", "adjacent"):
+        for name in STYLES:
             if self.pairs == make_pairs(name, self.num_planes, self.first_channel):
                 return name
         return "other"

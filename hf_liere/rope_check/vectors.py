@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ..errors import InputError
 from ..storage.targets import new_file
 from .diagnosis import TENSORS, Diagnosis, Evidence, diagnose
-from .rotation import STATES, Rotation, make_states
+from .rotation import STATES, STYLES, Rotation, make_states
 
 
 FORMAT, VERSION = "hf-liere-rope", "1"
@@ -179,4 +179,4 @@ def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> str |
             return None
         column = given[0]  # (N, planes)
         tensors[name] = torch.cat([column, column], 1) if is_halves else column.repeat_interleave(2, 1)
-    return f"cos and sin are laid out for {'adjacent pairs' if is_halves else 'halves'}, in the model for the other"
+    return f"cos and sin are laid out for {STYLES['adjacent' if is_halves else 'halves']}, in the model for the other"
