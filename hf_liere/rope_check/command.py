@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..auto import build_without_weights, load_checkpoint, model_types
 from ..errors import InputError, memory_shortage
 from ..storage.targets import new_directory
-from .diagnosis import Diagnosis
+from .diagnosis import ALARM, Diagnosis
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
 from .reading import FoundRotation, UnreadableError, find_rotations
@@ -66,7 +66,7 @@ def describe(found: FoundRotation, measurement: Measurement) -> str:
     spectra = _draw_spectrum(rotation)
     lines += [f"  {'period' if not number else '':<12}{text}" for number, text in enumerate(spectra)]
     loaded = measurement.loaded
-    states = "float32" if loaded.allowed <= 1e-3 + 1e-6 else f"float32 rounds up to {loaded.allowed - 1e-3:.1g}"
+    states = "float32" if loaded.allowed <= ALARM + 1e-6 else f"float32 rounds up to {loaded.allowed - ALARM:.1g}"
     lines.append(f"  {'error':<12}{loaded.error:.1e} rad at {_show_position(loaded)} ({states})")
     lines.append("              " + ", ".join(f"{error:.0e} up to {bound:g}" for bound, error in loaded.by_position))
     lines += [f"  {'note':<12}{remark}" for remark in found.remarks]
