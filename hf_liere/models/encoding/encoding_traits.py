@@ -303,9 +303,11 @@ def _axial_obstacle(config) -> str | None:
     count = head_dim // (2 if whole_heads else 2 * axes)
     if not count:
         return f"head_dim={head_dim} is too small for axial_rope, which needs a plane for each of {axes} axes"
-    served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
-    # Every axis has heads in which it is the only one.
-    served = [0] * count if whole_heads else served
+    if whole_heads:
+        # Every axis has heads in which it is the only one.
+        served = [0] * count
+    else:
+        served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
     reason = _block_obstacle(traits, config.block_size, head_dim, axes, served)
     if reason is None:
         return None

@@ -60,10 +60,8 @@ def axial_frequencies(config, num_axes: int, device: torch.device) -> torch.Tens
     alike: plane i of the q of an axis rotates with θ^(−i/q) (RoPE-ViT §3.1), in the order of `axial_layout`, see
     [`encodings.AxialRoPE`].
     """
-    real, axes = (
-        {"device": device, "dtype": working_dtype(device)},
-        torch.arange(num_axes, device=device).view(-1, 1, 1),
-    )
+    real = {"device": device, "dtype": working_dtype(device)}
+    axes = torch.arange(num_axes, device=device).view(-1, 1, 1)  # (A, 1, 1)
     if config.axial_layout == "heads":
         count, heads = config.head_dim // 2, config.num_attention_heads
         served = torch.arange(heads, device=device).unsqueeze(-1) * num_axes // heads  # (heads, 1)
