@@ -62,7 +62,7 @@ def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor, output: nn.
         """(H · D, …) of all heads."""
         heads = len(rows) // len(order)
         head_basis = basis if key_heads == 1 else basis.repeat_interleave(heads // key_heads, dim=0)
-        return to_basis(rows, head_basis).unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+        return _reorder(to_basis(rows, head_basis), order)
 
     for projection in projections:
         for parameter in (projection.weight, projection.bias):
@@ -77,7 +77,12 @@ def reorder_channels(projection: nn.Module, order: torch.Tensor) -> None:
     """Put the (D,) channels `order` of every head one after the other."""
     for parameter in (projection.weight, projection.bias):
         if parameter is not None:
-            parameter.copy_(parameter.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
+            parameter.copy_(_reorder(parameter, order))
+
+
+def _reorder(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """(H · D, …), the (D,) channels of every head in this order."""
+    return rows.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
 
 def _obstacle(projection: nn.Module) -> str | None:
