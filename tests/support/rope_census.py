@@ -36,6 +36,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
+from hf_liere.auto import model_types
 from hf_liere.models.patched.coordinate_probe import frequency_buffers
 from hf_liere.models.patched.module_inspection import forward_arguments, names_in_forward
 from hf_liere.models.patched.rotary_patch import plan
@@ -329,11 +330,6 @@ def shorten(error: Exception) -> str:
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"[:300]
 
 
-def list_types() -> list[str]:
-    """The model types of transformers, without those that this package registers."""
-    return [name for name in CONFIG_MAPPING if not name.startswith(("rotary_", "liere_"))]
-
-
 def compute_rows(path: Path, types: list[str]) -> None:
     """Append the rows of those types to a file that it does not contain yet, one line each."""
     known = {json.loads(line)["type"] for line in path.read_text().splitlines()} if path.exists() else set()
@@ -346,7 +342,7 @@ def compute_rows(path: Path, types: list[str]) -> None:
 
 def write_record(rows: list[dict]) -> None:
     lines = ",\n".join(json.dumps(row) for row in sorted(rows, key=lambda row: row["type"]))
-    head = f'"transformers": "{transformers.__version__}", "types": {json.dumps(list_types())}'
+    head = f'"transformers": "{transformers.__version__}", "types": {json.dumps(model_types())}'
     RECORD.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
 
 
@@ -460,7 +456,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    compute_rows(arguments.rows, arguments.types or list_types())
+    compute_rows(arguments.rows, arguments.types or model_types())
     if not arguments.types:
         rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
         write_record(rows)

@@ -5,6 +5,8 @@ import rope_census
 import transformers
 from transformers import CONFIG_MAPPING
 
+from hf_liere.auto import model_types
+
 
 RECORD = rope_census.read_record()
 
@@ -51,4 +53,4 @@ def compare(model_type):
 def test_the_record_names_every_model_type():
     if RECORD["transformers"] != transformers.__version__:
         pytest.skip(f"the record is of transformers {RECORD['transformers']}")
-    assert RECORD["types"] == rope_census.list_types()
+    assert RECORD["types"] == model_types()
