@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_configs import make_config, shrink
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_liere.auto import build_without_weights
@@ -24,18 +25,9 @@ FAMILIES = """
 NEAR = 4096
 
 
-def shorten(config, layers=4):
-    """In place, a configuration of few layers."""
-    for name in ("num_hidden_layers", "depth", "num_layers"):
-        number = getattr(config, name, None)
-        if isinstance(number, int) and number > layers:
-            setattr(config, name, layers)
-    if isinstance(getattr(config, "layer_types", None), list):
-        config.layer_types = config.layer_types[:layers]
-    for part in vars(config).values():
-        if hasattr(part, "model_type"):
-            shorten(part, layers)
-    return config
+def shorten(config):
+    """With a few layers of every kind, of the default width."""
+    return make_config(config, shrink(config), ("layers", "depth"))
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ import transformers
 from checkout import ROOT
 from patching_cases import same_bits, widen
 from patching_checks import check_cached_steps
-from tiny_configs import shrink
+from tiny_configs import make_config, shrink
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
@@ -199,26 +199,6 @@ def build_tiny(config: PreTrainedConfig) -> tuple[nn.Module, dict]:
                 except Exception as error:
                     reasons.append(shorten(error))
     raise ValueError(reasons[0])
-
-
-def make_config(config: PreTrainedConfig, fields: dict, names: tuple[str, ...] | None) -> PreTrainedConfig:
-    """The configuration with these fields, or only those with one of `names` in theirs."""
-    if names is None:
-        fields = {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
-        return type(config)(**fields)
-    changed = copy.deepcopy(config)
-    _set_fields(changed, fields, names)
-    return changed
-
-
-def _set_fields(config: PreTrainedConfig, fields: dict, names: tuple[str, ...]) -> None:
-    for name, value in fields.items():
-        inner = getattr(config, name, None)
-        if isinstance(inner, PreTrainedConfig) and isinstance(value, dict):
-            _set_fields(inner, value, names)
-        elif any(part in name for part in names) or (isinstance(value, list) and "layer" in name):
-            with contextlib.suppress(Exception):
-                setattr(config, name, value)
 
 
 def propose_inputs(model: nn.Module) -> Iterator[dict]:

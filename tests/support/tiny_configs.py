@@ -1,5 +1,7 @@
 """Small configurations of any model type of transformers, made from its default one by the names of its fields."""
 
+import contextlib
+import copy
 import math
 import re
 from typing import Any
@@ -50,6 +52,26 @@ def shrink(config: PreTrainedConfig, sections: bool = False) -> dict[str, Any]:
         sections: Whether to name the planes of each of three axes where the configuration leaves them to the model.
     """
     return _shrink_fields(config.to_dict(), sections)
+
+
+def make_config(config: PreTrainedConfig, fields: dict, names: tuple[str, ...] | None) -> PreTrainedConfig:
+    """The configuration with these fields, or only those with one of `names` in theirs."""
+    if names is None:
+        fields = {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
+        return type(config)(**fields)
+    changed = copy.deepcopy(config)
+    _set_fields(changed, fields, names)
+    return changed
+
+
+def _set_fields(config: PreTrainedConfig, fields: dict, names: tuple[str, ...]) -> None:
+    for name, value in fields.items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig) and isinstance(value, dict):
+            _set_fields(inner, value, names)
+        elif any(part in name for part in names) or (isinstance(value, list) and "layer" in name):
+            with contextlib.suppress(Exception):
+                setattr(config, name, value)
 
 
 def _shrink_fields(fields: dict[str, Any], sections: bool) -> dict[str, Any]:
