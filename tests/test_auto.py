@@ -184,7 +184,8 @@ def test_image_pipelines_in_a_fresh_process(checkpoint, tmp_path):
     assert shape == [17, 48]
 
 
-@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", [True, False])
 def test_video_pipeline_in_a_fresh_process(tiny_video, tmp_path, package):
     av = pytest.importorskip("av", reason="PyAV decodes videos; install hf-liere[video]")
     path = tmp_path / "video"

@@ -88,6 +88,7 @@ def test_it_shows_how_kernels_compare_with_plain_operations():
             assert sum(line.startswith(start) for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_it_says_why_there_are_no_kernels_without_the_home_directory(tmp_path):
     """Here with libraries that no compiler has made."""
     home = tmp_path / "home"

@@ -245,7 +245,8 @@ def converted(tmp_path_factory):
     return directory, list(sources)
 
 
-@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", [True, False])
 def test_logits_survive_a_fresh_process(converted, package):
     directory, names = converted
     run_code(LOAD.format(names=names, remote={} if package else {"trust_remote_code": True}), directory, package)

@@ -102,6 +102,7 @@ def test_orientations(ran):
     assert accuracies["LieRE from so(3)"][180] > 0.95 and accuracies["RoPE-Mixed"][180] < 0.7
 
 
+@pytest.mark.slow
 def test_a_notebook_imports_in_a_fresh_kernel(tmp_path):
     """The first cell after the installation, in a process that starts in the folder of the notebook."""
     code = cells(ROOT / "docs" / "notebooks" / "arrows.ipynb")[1]

@@ -103,6 +103,7 @@ def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, cap
     assert "has other weights" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_tokens_is_published_with_the_card_that_its_owner_writes(saved, hub, tmp_path, capsys):
     folder = tmp_path / "tokens"
     shutil.copytree(saved["tokens"], folder)

@@ -25,7 +25,7 @@ COMMIT = "POST .*/commit/"
         ({"status": 503, "times": 2}, 3),
         ({"close": True}, 2),
         ({"status": 429, "headers": {"Retry-After": "2"}}, 2),
-        ({"status": 429, "headers": {"RateLimit": '"api";r=0;t=2'}}, 2),
+        pytest.param({"status": 429, "headers": {"RateLimit": '"api";r=0;t=2'}}, 2, marks=pytest.mark.slow),
     ],
     ids=["lost response", "5xx", "closed", "Retry-After", "RateLimit"],
 )

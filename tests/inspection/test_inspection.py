@@ -18,6 +18,7 @@ from fresh_process import run_python
 from inspection_pages import Page, picture, save
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_except
 
 import hf_liere
 from hf_liere.cli import main
@@ -110,7 +111,9 @@ def test_a_model_without_rotations(tiny, tmp_path):
     assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
 
 
-@pytest.mark.parametrize("encoding", ["cayley_string", "spherical_rope", "liere_product"])
+@pytest.mark.parametrize(
+    "encoding", slow_except(("cayley_string", "liere_product"), ("cayley_string", "spherical_rope", "liere_product"))
+)
 def test_rotations_in_a_learned_basis_and_products_of_rotations(tiny, tmp_path, encoding):
     """Planes in a learned basis commute; products of rotations do not, and are not the exponential of a sum."""
     model = perturb(hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding)))
@@ -231,7 +234,8 @@ def test_broken_inputs_are_named(tiny, tmp_path, capsys):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".r", "r-"))]
 
 
-@pytest.mark.parametrize("error", ["limit", pytest.param("interrupt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ["limit", "interrupt"])
 def test_a_report_is_complete_or_absent(tiny, tmp_path, error):
     """Where no file may grow beyond 20 kB, as on a full disk, or Ctrl-C comes; the next run is not refused."""
     folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")

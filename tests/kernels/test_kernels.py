@@ -246,7 +246,7 @@ def test_module_loads_without_triton():
     "pointer, head_dim, count",
     [
         ("*bf16", triton_kernels.MAX_HEAD_DIM, 2),
-        ("*fp32", 64, 1),
+        pytest.param("*fp32", 64, 1, marks=pytest.mark.slow),
         pytest.param("*bf16", 64, 1, marks=pytest.mark.slow),
         pytest.param("*fp32", triton_kernels.MAX_HEAD_DIM, 2, marks=pytest.mark.slow),
     ],

@@ -15,6 +15,7 @@ def test_offloaded_and_dispatched_models():
     check_offloading(*build_patched("clip_vision"), build("clip_vision")[0], SHARED_CONFIG)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_step_of_one(tmp_path):
     model, _ = build_patched("clip_classifier")
     batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 0])}
@@ -118,7 +119,7 @@ def test_checkpointed_gradients_of_every_family_are_those_without(name):
 
 
 # One of each way to embed patches and to pass attention on; compiling takes seconds each.
-@pytest.mark.parametrize("name", slow_except(("clip_vision", "siglip2", "vivit"), CASES))
+@pytest.mark.parametrize("name", slow_except(("siglip2",), CASES))
 def test_compiled_whole_graph_gives_the_same(name):
     if name == "videomae_pretraining":
         pytest.skip("transformers' own VideoMAEForPreTraining is no whole graph: its masks decide the number of tokens")

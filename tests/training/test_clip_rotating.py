@@ -7,6 +7,7 @@ import torch
 import transformers
 from clip_training import CLASSES, accuracies, but_for_rounding, measured_again, train
 from safetensors.torch import load_file
+from slow_cases import slow_except
 from training_helpers import write_dual_encoder, write_parquet
 
 from hf_liere import is_patched, load_rotary, rotary_parameters
@@ -49,7 +50,7 @@ class ZeroShot(torch.nn.Module):
         return type("Output", (), {"logits": output.logits_per_image})
 
 
-@pytest.mark.parametrize("kind", ENCODINGS)
+@pytest.mark.parametrize("kind", slow_except(("blocks",), ENCODINGS))
 def test_whole_models_train_reload_and_evaluate(kind, dual_encoder, data, tmp_path):
     results = accuracies(train(tmp_path, dual_encoder, data, *ROTATING, *ENCODINGS[kind]))
     assert list(results) == [("patched", 16), ("patched", 24), ("unpatched", 16), ("unpatched", 24)]
@@ -69,7 +70,7 @@ def test_whole_models_train_reload_and_evaluate(kind, dual_encoder, data, tmp_pa
         assert again["", size] == but_for_rounding(results["patched", size])
 
 
-@pytest.mark.parametrize("kind", ENCODINGS)
+@pytest.mark.parametrize("kind", slow_except(("blocks",), ENCODINGS))
 def test_adapters_load_again_and_runs_resume(kind, dual_encoder, data, tmp_path):
     peft = pytest.importorskip("peft")
     flags = [*ROTATING, *ENCODINGS[kind], "--trainable", "lora+rotary", "--baseline", "false"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkout import ROOT
 from PIL import Image
+from slow_cases import slow_except
 from training_helpers import (
     TINY_MODEL,
     TINY_RUN,
@@ -185,7 +186,9 @@ def plain_vit(tmp_path_factory):
     return model, folder
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "rope_mixed", "liere", "comrope_ap", "comrope_ld"])
+@pytest.mark.parametrize(
+    "encoding", slow_except(("absolute", "liere"), ("absolute", "rope_mixed", "liere", "comrope_ap", "comrope_ld"))
+)
 def test_every_encoding_starts_from_a_plain_vit_for_larger_pictures(encoding, shapes, plain_vit, tmp_path):
     """As the recipe coco: before a step is taken, the detector's feature map is the one of the ViT of transformers."""
     vit, folder = plain_vit

@@ -160,7 +160,7 @@ def test_learned_rotations_start_at_the_pretrained_model(flags, tolerance, llama
         assert patched[name] == pytest.approx(plain[name], rel=tolerance, abs=0)
 
 
-@pytest.mark.parametrize("flags", [PLANES, BLOCKS], ids=["planes", "blocks"])
+@pytest.mark.parametrize("flags", [pytest.param(PLANES, marks=pytest.mark.slow), BLOCKS], ids=["planes", "blocks"])
 @pytest.mark.parametrize("trainable", ["rotary", "all"])
 def test_complete_models_hold_what_was_learnt(trainable, flags, llama, data, tmp_path):
     metrics = train(tmp_path, data, "--model_name_or_path", llama[0], *flags, "--trainable", trainable)
@@ -274,7 +274,7 @@ def test_gradient_checkpointing_gives_the_same_model(trainable, flags, llama, da
         torch.testing.assert_close(second[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("flags", [PLANES, BLOCKS], ids=["planes", "blocks"])
+@pytest.mark.parametrize("flags", [pytest.param(PLANES, marks=pytest.mark.slow), BLOCKS], ids=["planes", "blocks"])
 def test_bfloat16_trains_float32_weights(flags, llama, data, tmp_path):
     flags = ["--model_name_or_path", llama[0], *flags, "--save_steps", 2]
     exact = train(tmp_path / "float32", data, *flags)
@@ -325,7 +325,7 @@ def test_data_sets_of_the_hub_are_read_by_their_name(llama, tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("trainable", ["all", "lora+rotary"])
+@pytest.mark.parametrize("trainable", [pytest.param("all", marks=pytest.mark.slow), "lora+rotary"])
 def test_a_resumed_run_equals_an_uninterrupted_one(trainable, llama, data, tmp_path):
     flags = ["--model_name_or_path", llama[0], *PLANES, "--trainable", trainable, "--max_steps", 4, "--save_steps", 2]
     expected = train(tmp_path / "whole", data, *flags)

@@ -167,7 +167,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(encoding, files, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--gradient_checkpointing", "true"],
+        pytest.param(["--gradient_checkpointing", "true"], marks=pytest.mark.slow),
         ["--torch_compile", "true", "--torch_compile_backend", "eager"],
         # Starting to stream takes ten seconds.
         pytest.param(["--streaming"], marks=pytest.mark.slow),

@@ -56,6 +56,7 @@ def content(hub, tree, name):
     return json.loads(hub.repo("tester/run").read(tree[name]))
 
 
+@pytest.mark.slow
 def test_every_commit_holds_the_step_it_names(hub, files, tmp_path):
     """The pushes are slower than the training; the model is loaded again in a process of its own at the end."""
     hub.fail("/preupload/", delay=0.5, times=-1)
@@ -87,6 +88,7 @@ def test_every_commit_holds_the_step_it_names(hub, files, tmp_path):
             assert WRITE.encode() not in text and str(tmp_path).encode() not in text, name
 
 
+@pytest.mark.slow
 def test_the_card_of_a_run_names_its_data_and_its_code_runs(hub, files, tmp_path, caplog):
     """As a visitor of the Hub reads it; the code is run by a process that does not import hf_liere."""
     with caplog.at_level("WARNING"):

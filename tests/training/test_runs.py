@@ -134,7 +134,12 @@ STOCHASTIC += ["--cutmix_alpha", 1.0, "--num_train_epochs", 3]
 
 @pytest.mark.parametrize(
     "step, workers",
-    [pytest.param(3, 0, marks=pytest.mark.slow), (5, 0), pytest.param(8, 0, marks=pytest.mark.slow), (8, 2)],
+    [
+        pytest.param(3, 0, marks=pytest.mark.slow),
+        pytest.param(5, 0, marks=pytest.mark.slow),
+        pytest.param(8, 0, marks=pytest.mark.slow),
+        (8, 2),
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(step, workers, whole_runs, train_file, tmp_path):
     """Five steps an epoch: step 3 and 8 lie within an epoch, 5 at its end. Bit-equal, optimizer included."""
@@ -165,6 +170,7 @@ def test_workers_do_not_change_a_run(whole_runs):
     assert_same_weights(whole_runs[0], whole_runs[2])
 
 
+@pytest.mark.slow
 def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_file, tmp_path):
     """A run that dies in its second epoch leaves checkpoints; `last` goes on from the newest."""
     from training.engine.trainer import ClassificationTrainer
@@ -215,6 +221,7 @@ def test_records_tell_the_run_but_not_the_machine(one_process, train_file):
         assert train_file not in text and SECRET not in text, path.name
 
 
+@pytest.mark.slow
 def test_the_arrows_recipe_trains(tmp_path):
     """The example of the script's docstring, shortened; it runs from any folder."""
     flags = ["--recipe", ROOT / "training" / "recipes" / "arrows_mini.yaml", "--output_dir", "run"]

@@ -105,6 +105,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(whole, flags, tmp_path):
     assert last_complete_checkpoint(whole) == str(whole / LAST)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_one_sentence(flags, tmp_path):
     workers = ["--dataloader_num_workers", 2, "--dataloader_persistent_workers", "true"]
     process = start(tmp_path, [*flags, *workers, "--logging_steps", 1])
@@ -171,6 +172,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(number, processes, workers
         assert_same_weights(uninterrupted, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_run_at_once():
     code = (
         "import os, signal; from training.engine.saving import StopRequest; request = StopRequest(None); "

@@ -227,6 +227,7 @@ def test_positions_are_learned_from(tmp_path):
     assert accuracy["none"] < 0.65 and accuracy["absolute"] > 0.9
 
 
+@pytest.mark.slow
 def test_several_processes_and_a_resumed_run_make_the_same_weights(tmp_path):
     """Nine samples in batches of four leave places without an example; a resumed run skips none."""
     train = write_points(tmp_path / "train.parquet", 9)

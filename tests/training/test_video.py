@@ -270,6 +270,7 @@ def test_a_corrupt_file_is_named_and_ends_no_run(broken, tmp_path, caplog):
     assert metrics["eval_accuracy"] * 13 == pytest.approx(round(metrics["eval_accuracy"] * 13))
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_a_corrupt_file(broken, tmp_path):
     flags = ["--video_folder", broken, "--do_eval", "--learning_rate", 1e-4, "--logging_steps", 1]
     flags += ["--total_train_batch_size", 8, "--per_device_eval_batch_size", 4, "--num_train_epochs", 2]
@@ -284,7 +285,7 @@ def test_two_processes_equal_one_with_a_corrupt_file(broken, tmp_path):
     assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("stride", [None, 2])
+@pytest.mark.parametrize("stride", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_resumed_run_equals_an_uninterrupted_one(stride, shapes, tmp_path):
     flags = ["--video_folder", shapes, "--do_train", "--num_train_epochs", 2, "--save_steps", 2, "--mixup_alpha", 0.8]
     flags += ["--random_resized_crop", "--rand_augment_ops", 1, *(["--frame_stride", stride] if stride else [])]
@@ -370,6 +371,7 @@ def test_mean_of_views_is_the_log_of_mean_probabilities():
     torch.testing.assert_close(average_views(logits, 2).double(), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_classifies_a_video_with_the_saved_folder(shapes, tmp_path):
     """The pipeline takes the first frames of a file; a file of just a clip is one that the evaluation sees alike."""
     run(tmp_path / "run", "--video_folder", shapes, "--do_train", "--max_steps", 2)

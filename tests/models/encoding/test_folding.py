@@ -115,6 +115,7 @@ def test_video_backbone_and_bfloat16(tiny, encoding, block_size):
     torch.testing.assert_close(folded(pixel_values).logits, half(pixel_values).logits, rtol=0, atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_folded_checkpoint_loads_without_the_package(tiny, tmp_path):
     folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
     folded.save_pretrained(tmp_path / "model")

@@ -68,7 +68,8 @@ def test_a_patched_model_reloads_the_same_bits(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values()))
 
 
-@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", [True, False])
 def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch):
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))

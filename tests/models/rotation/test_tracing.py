@@ -51,7 +51,7 @@ def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
     [
         ("liere", 8),
         pytest.param("comrope_ap", 4, marks=pytest.mark.slow),
-        ("rope_mixed", 2),
+        pytest.param("rope_mixed", 2, marks=pytest.mark.slow),
         pytest.param("cayley_string", 8, marks=pytest.mark.slow),
         pytest.param("spherical_rope", 3, marks=pytest.mark.slow),
         ("liere_product", 8),

@@ -191,8 +191,8 @@ def test_physical_positions(spacing):
     "fields",
     [
         {},
-        {"coordinates": "unit"},
-        {"coordinates": "centred_grid"},
+        pytest.param({"coordinates": "unit"}, marks=pytest.mark.slow),
+        pytest.param({"coordinates": "centred_grid"}, marks=pytest.mark.slow),
         {"position_encoding": "comrope_ap", "rotate_prefix": True},
     ],
 )
