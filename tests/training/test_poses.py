@@ -1,4 +1,4 @@
-"""Generated orientations and views: that their labels are right, and what moving the world does to models."""
+"""Generated orientations, views and pointers: that their labels are right, and what moving the world does to models."""
 
 import math
 
@@ -11,7 +11,7 @@ from hf_liere import LieRETokensForTokenClassification, matrix_to_rotation_vecto
 from hf_liere.errors import InputError
 from training import token_classification
 from training.common.command_line import parse_arguments, to_flags
-from training.data import poses, views
+from training.data import pointers, poses, views
 from training.data.augmentation import IGNORED_LABEL
 from training.data.tokens import TokenDataArguments, load_tokens
 
@@ -38,7 +38,7 @@ def angles(rotations):
     return ((rotations.diagonal(dim1=-2, dim2=-1).sum(-1) - 1) / 2).clamp(-1, 1).acos()
 
 
-@pytest.mark.parametrize("columns", [poses.pose_columns, views.view_columns])
+@pytest.mark.parametrize("columns", [poses.pose_columns, views.view_columns, pointers.pointer_columns])
 def test_samples_depend_on_their_split_and_number_alone(columns):
     many, few = (columns("train", count, 30) for count in (poses.CHUNK + 7, 5))
     assert all(len(values) == poses.CHUNK + 7 for values in many.values())
@@ -136,6 +136,27 @@ def test_cameras_that_see_the_marked_point_are_labelled(largest):
     # Cameras look ahead, and with a scene that is turned by any rotation in all directions.
     ahead = angles(placed[:, :4, :3, :3]).mean()
     assert ahead < 1 if largest == 30 else abs(ahead - (math.pi / 2 + 2 / math.pi)) < 0.06
+
+
+@pytest.mark.parametrize("largest", [0.0, 6.0])
+def test_the_header_names_the_step_to_the_glyph_that_is_its_label(largest):
+    """Found by the distances of positions: a shift of the whole grid changes them in no sample."""
+    columns = pointers.pointer_columns("validation", 1000, largest)
+    features, positions, labels = (columns[name] for name in ("features", "positions", "labels"))
+    glyphs, steps = features[..., : pointers.CLASSES], features[..., pointers.CLASSES :]
+    headers, samples = glyphs.sum(axis=-1).argmin(axis=1), np.arange(1000)
+    # A glyph or two steps, never both.
+    np.testing.assert_array_equal(glyphs.sum(axis=-1) + steps.sum(axis=-1) / 2, 1)
+    np.testing.assert_array_equal(steps.sum(axis=(1, 2)), 2)
+    named = steps[samples, headers].reshape(1000, 2, pointers.STEPS).argmax(axis=-1) - (pointers.SIZE - 1)
+    away = np.abs(positions - (positions[samples, headers] + named)[:, None]).max(axis=-1)  # (1000, N)
+    # One token alone is there, up to the rounding of the shifted positions to float32.
+    np.testing.assert_array_equal((away < 1e-5).sum(axis=1), 1)
+    np.testing.assert_array_equal(labels[samples, headers], glyphs[samples, away.argmin(axis=1)].argmax(axis=-1))
+    assert ((labels != IGNORED_LABEL).sum(axis=1) == 1).all()
+    assert np.bincount(labels[samples, headers], minlength=pointers.CLASSES).min() > 200
+    origins = positions.min(axis=1)
+    assert np.abs(origins).max() <= largest and (largest == 0 or (np.abs(origins).max(axis=0) > 5).all())
 
 
 @pytest.mark.parametrize(

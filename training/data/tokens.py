@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from hf_liere.errors import InputError
 from training.common.arguments import LimitArguments, flag, require_numbers
 from training.common.messages import abbreviate
-from training.data import poses, solids, views
+from training.data import pointers, poses, solids, views
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
 from training.data.token_files import Columns, read_columns
@@ -25,8 +25,8 @@ FEATURES, POSITIONS, LABELS, POSES = "features", "positions", "labels", "poses"
 class TokenDataArguments(LimitArguments):
     dataset_name: str | None = flag(
         None,
-        "`solids` for points on generated solids, `poses` for generated orientations, `views` for generated cameras; "
-        "else pass files.",
+        "`solids` for points on generated solids, `pointers` for generated grids with a pointer, `poses` for generated "
+        "orientations, `views` for generated cameras; else pass files.",
     )
     train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
     validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")
@@ -52,6 +52,10 @@ class TokenDataArguments(LimitArguments):
         "degrees; 180 for all.",
     )
     evaluation_angle: float = flag(30.0, "The same to evaluate.")
+    training_shift: float = flag(
+        0.0, "Largest distance that the grids of `pointers` are moved by to train on, in cells on each axis."
+    )
+    evaluation_shift: float = flag(0.0, "The same to evaluate.")
 
     def __post_init__(self):
         # Takes back what a recipe gives.
@@ -72,6 +76,7 @@ class TokenDataArguments(LimitArguments):
                 "smaller first, and one number, all at least 1."
             )
         require_numbers(self, "training_angle", "evaluation_angle", highest=180)
+        require_numbers(self, "training_shift", "evaluation_shift")
 
 
 @dataclass
@@ -175,14 +180,14 @@ def _solids(arguments: TokenDataArguments, part: str, limit: int | None) -> Colu
     }
 
 
-def _turned(
-    make: Callable[[str, int, float], dict[str, np.ndarray]], sizes: dict[str, int]
+def _moved(
+    make: Callable[[str, int, float], dict[str, np.ndarray]], sizes: dict[str, int], setting: str
 ) -> Callable[[TokenDataArguments, str, int | None], Columns]:
-    """Samples that are turned by up to the angle of the part: `make(split, count, largest_angle)`."""
+    """Samples that are moved by up to the `angle` or `shift` of the part: `make(split, count, largest)`."""
 
     def columns(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
         split = poses.SPLITS[part == "evaluation"]
-        made = make(split, limit or sizes[split], getattr(arguments, f"{part}_angle"))
+        made = make(split, limit or sizes[split], getattr(arguments, f"{part}_{setting}"))
         return {name: list(values) for name, values in made.items()}
 
     return columns
@@ -191,8 +196,9 @@ def _turned(
 # Columns of a part of the data, at most so many samples, by the name of the generated data set.
 GENERATED = {
     "solids": _solids,
-    "poses": _turned(poses.pose_columns, poses.DEFAULT_SIZES),
-    "views": _turned(views.view_columns, views.DEFAULT_SIZES),
+    "pointers": _moved(pointers.pointer_columns, pointers.DEFAULT_SIZES, "shift"),
+    "poses": _moved(poses.pose_columns, poses.DEFAULT_SIZES, "angle"),
+    "views": _moved(views.view_columns, views.DEFAULT_SIZES, "angle"),
 }
 
 

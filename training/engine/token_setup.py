@@ -94,9 +94,12 @@ def attend_by_poses(model: PreTrainedModel) -> None:
 
 
 def _warn_of_scale(table: TokenTable) -> None:
-    deviations = np.concatenate(table.features).std(axis=0)
+    features = np.concatenate(table.features)
+    deviations = features.std(axis=0)
     low, high = USUAL_DEVIATIONS
-    unusual = {index: f"{value:.3g}" for index, value in enumerate(deviations) if value > high or 0 < value < low}
+    # A channel for something rare, such as one of many classes, varies little and is not small.
+    small = (deviations > 0) & (deviations < low) & (np.ptp(features, axis=0) < 1)
+    unusual = {index: f"{deviations[index]:.3g}" for index in np.flatnonzero(small | (deviations > high))}
     if unusual:
         shown = ", ".join(f"{value} of feature {index}" for index, value in list(unusual.items())[:5])
         logger.warning(
