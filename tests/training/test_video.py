@@ -1,5 +1,6 @@
 """Clips out of real files, and whole runs on them: what is read, what is left out, and what does not change a run."""
 
+import itertools
 import json
 import logging
 import shutil
@@ -17,6 +18,7 @@ from training_helpers import TINY_MODEL, TINY_RUN, assert_same_weights, train_wi
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
 from training.common.arguments import AugmentationArguments, InputError
+from training.data import bodies
 from training.data.arrows import Arrows
 from training.data.augmentation import Augmentation, Collator, EvaluationView
 from training.data.clips import ClipArray, ClipFile, ClipReader, EvaluationClips, TrainingClips, clip_indices
@@ -215,7 +217,7 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
     "arguments, message",
     [
         ({"video_folder": "nowhere"}, "--video_folder 'nowhere' is not a folder"),
-        ({"dataset_name": "kinetics"}, "--dataset_name 'kinetics'; accepted for clips: moving_shapes, arrows"),
+        ({"dataset_name": "kinetics"}, "--dataset_name 'kinetics'; accepted for clips: moving_shapes, arrows, bodies"),
         ({"dataset_name": "arrows"}, "--num_channels 3: clips of arrows have one; accepted: 1"),
         ({"dataset_name": "arrows", "channels": 1}, "Arrows of 16 px cannot be drawn"),
         ({"dataset_name": "arrows", "channels": 1, "spacing": True}, "--coordinates physical: clips of arrows have no"),
@@ -223,6 +225,11 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
             {"dataset_name": "arrows", "channels": 1, "frame_stride": 2},
             "--frame_stride 2: clips of arrows.*accepted: 1",
         ),
+        (
+            {"dataset_name": "bodies", "channels": 1, "frames": 5},
+            "--num_frames 5: bodies have 4 slices; accepted: as many",
+        ),
+        ({"dataset_name": "bodies"}, "--num_channels 3: clips of bodies have one; accepted: 1"),
         ({"video_folder": "a", "volume_file": "b"}, "come from --video_folder and --volume_file; accepted: one of"),
         ({"volume_file": "nowhere.npz"}, "--volume_file nowhere.npz: .*No such file"),
         ({"eval_clips": 0}, "--eval_clips 0; accepted: 1 and above"),
@@ -564,6 +571,28 @@ def test_a_run_sees_the_spacing_of_every_volume(scans, tmp_path, caplog):
     # Places are rounded to float32.
     assert metrics["eval_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
     assert metrics["eval_loss"] != pytest.approx(np.mean(without), abs=1e-5)
+
+
+def test_the_label_is_the_body_at_a_distance_in_millimetres():
+    """Found by the places of the discs in mm; without the spacing, the best guess is what the module states."""
+    source, guesses, tried = bodies.Bodies("validation", 1000, 16), 0, range(1, bodies.GRID)
+    assert np.array_equal(source[7][0].frames, bodies.Bodies("validation", 8, 16)[7][0].frames)
+    for clip, label in (source[number] for number in range(1000)):
+        cells = clip.frames[..., 0].reshape(4, 4, 4, 4, 4).swapaxes(2, 3)  # (slices, rows, columns, 4, 4)
+        centres = np.stack(np.indices((4, 4, 4)), axis=-1) * clip.spacing * (1, 4, 4)  # in mm
+        (marked,) = np.argwhere(cells[..., 1, 1] == 0)
+        distances = np.abs(centres - centres[tuple(marked)] - (bodies.AWAY, bodies.AWAY, 0)).sum(axis=-1)
+        assert cells[np.unravel_index(distances.argmin(), (4, 4, 4))][1, 1] == 60 * (label + 1)
+        # Long steps leave few places for the mark, so that they explain one of these better than short ones.
+        weights = np.zeros(5)
+        for along, down in itertools.product(tried, repeat=2):
+            if (place := marked + (along, down, 0)).max() < 4:
+                weights[cells[tuple(place)][1, 1] // 60] += 1 / ((4 - along) * (4 - down))
+        guesses += weights.argmax() == label + 1
+    # Three standard errors of a thousand volumes.
+    assert guesses / 1000 == pytest.approx(bodies.BLIND_ACCURACY, abs=0.047)
+    with pytest.raises(ValueError, match="Bodies of 18 px cannot be drawn; accepted: multiples of 4 px from 16 on"):
+        bodies.Bodies("train", 1, 18)
 
 
 def test_volumes_of_an_npz_have_spacings(tmp_path):
