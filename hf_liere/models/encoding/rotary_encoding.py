@@ -34,6 +34,11 @@ ALL_LAYERS_BYTES = 1 << 30
 class LearnedRotations(nn.Module):
     """Parameters of rotations, which must not be rounded to half types; `config` names the encoding."""
 
+    def __init__(self):
+        super().__init__()
+        # The type of the model, which fixed rotations have no parameter to show.
+        self.model_dtype = torch.get_default_dtype()
+
     @staticmethod
     def new_parameter(*shape: int) -> nn.Parameter:
         """In the default dtype, but at least float32: rounded generators rotate distant patches wrongly."""
@@ -42,6 +47,7 @@ class LearnedRotations(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LearnedRotations":
         before = {parameter.dtype for parameter in self.parameters()}
         result = super()._apply(fn, recurse)
+        self.model_dtype = fn(torch.empty(0, dtype=self.model_dtype, device="cpu")).dtype
         rounded = ({parameter.dtype for parameter in self.parameters()} - before) & {torch.float16, torch.bfloat16}
         if rounded:
             logger.warning_once(
@@ -53,9 +59,12 @@ class LearnedRotations(nn.Module):
 
     @property
     def rotation_dtype(self) -> torch.dtype:
-        """float64 for float64 parameters, else float32; attention casts rotations when it applies them."""
-        is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
-        return torch.float64 if is_double else torch.float32
+        """
+        float64 for float64 parameters, or, without parameters, in a model of float64; else float32. Attention casts
+        rotations when it applies them.
+        """
+        dtypes = {parameter.dtype for parameter in self.parameters()} or {self.model_dtype}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 class RotaryEncoding(LearnedRotations):

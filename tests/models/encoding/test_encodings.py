@@ -509,6 +509,23 @@ def test_checkpoints_load_without_the_package(tiny, tmp_path):
     run_code(code, tmp_path, package=False)
 
 
+@pytest.mark.parametrize("encoding", ["axial_rope", "golden_gate_rope"])
+def test_fixed_rotations_have_the_precision_of_their_model(encoding, tiny, tmp_path):
+    """Nothing is learned that could show it: converted, loaded, or rounded to a half type and back."""
+    config = tiny(**fields(encoding), use_class_token=False, pooling="mean", initializer_range=0.2)
+    model = AutoModelForImageClassification.from_config(config).half().double().eval()
+    pixels = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    positions = torch.cartesian_prod(*2 * [torch.arange(4, dtype=torch.float64)])
+    logits = model(pixels, positions=positions).logits
+    # Relative positions up to the rounding of angles and sums in float64; in float32 it is 1e-6.
+    assert (model(pixels, positions=positions + 3.7).logits - logits).abs().max() < 1e-12
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        loaded = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=dtype)
+        wanted = torch.float64 if dtype == torch.float64 else torch.float32
+        assert loaded.base_model.rotary_encoding.rotation_dtype == wanted
+
+
 @pytest.mark.parametrize("encoding", ["rope_mixed", "liere"])
 def test_golden_gate_as_a_start(encoding):
     """Learned frequencies start where golden gate RoPE is, and leave it when they learn."""
