@@ -126,7 +126,8 @@ class SphericalRoPE(RotaryEncoding):
     do not commute: R(p)ᵀR(q) depends on q₀ − p₀ alone in the first coordinate, but on both p₁ and q₁. The last
     head_dim mod 3 channels are not rotated.
 
-    We know only the form for images, and that second-hand, with fixed frequencies. Here they start at θ^(−i/K) for
+    The paper has it for images. We compared our form with another implementation, which has fixed frequencies, and not
+    with the text. Here they start at θ^(−i/K) for
     block i of K on both axes, as in Axial RoPE, and are learned; `requires_grad_(False)` keeps them. That R_z uses the
     first coordinate is our choice; with `relative_axis=1` it uses the second, and R_x the first. We know no published
     form for other numbers of axes.
