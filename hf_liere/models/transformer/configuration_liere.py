@@ -65,6 +65,9 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
             Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` applies to the
             embeddings and to the outputs of attention and MLP.
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` means no layer scale.
+        token_initializer_range (`float`, *optional*):
+            Standard deviation of the normal distribution that class token, register tokens and position table start
+            from; it is 1 in the code of LieRE and of ComRoPE. `None` means a truncated one of `initializer_range`.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         folded_grids (`list`, *optional*):
             Patch grids with constant rotations in a model from `fold_rotations`; an empty list for encodings whose
@@ -90,6 +93,7 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
     drop_path_rate: float | int = 0.0
     layerscale_value: float | None = None
     initializer_range: float = 0.02
+    token_initializer_range: float | int | None = None
     layer_norm_eps: float = 1e-6
     qkv_bias: bool = True
     use_class_token: bool = True

@@ -38,8 +38,12 @@ class LieREPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LieRETokenEmbeddings):
             for parameter in (module.cls_token, module.register_tokens, module.position_embeddings):
-                if parameter is not None:
+                if parameter is None:
+                    continue
+                if self.config.token_initializer_range is None:
                     init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
+                else:
+                    init.normal_(parameter, mean=0.0, std=self.config.token_initializer_range)
             if module.mask_token is not None:
                 init.zeros_(module.mask_token)
         elif isinstance(module, LieRELayerScale):

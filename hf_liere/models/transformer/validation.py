@@ -28,7 +28,7 @@ RANGES = (
     (SIZES, *AT_LEAST_ONE),
     (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
     (DROPPED, *SHARE),
-    (("initializer_range",), *POSITIVE),
+    (("initializer_range", "token_initializer_range"), *POSITIVE),
     (("layer_norm_eps",), *NOT_NEGATIVE),
     (("layerscale_value", "prefix_coordinate"), lambda value: abs(value) <= FLOAT32_MAX, "be finite in float32"),
 )

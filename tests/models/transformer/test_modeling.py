@@ -5,6 +5,7 @@ import pytest
 import torch
 from encoding_cases import COMMUTING, ENCODINGS, NEUTRAL, ROUNDED
 from encoding_cases import fields as fields_of
+from huggingface_hub.errors import StrictDataclassError
 from slow_cases import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -276,6 +277,25 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny, encoding, reentra
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_start_of_tokens_and_table_has_its_range(tiny):
+    """As in the codes of LieRE and ComRoPE, where it is 1; all else keeps its start."""
+    fields = {"position_encoding": "absolute", "num_register_tokens": 50, "hidden_size": 64, "image_size": 32}
+    deviations = []
+    for field in (None, 1.0):
+        torch.manual_seed(0)
+        model = hf_liere.LieREViTModel(tiny(**fields, token_initializer_range=field))
+        parameters = dict(model.named_parameters())
+        tokens = {name: parameters.pop(f"embeddings.{name}") for name in ("cls_token", "register_tokens")}
+        tokens["table"] = parameters.pop("embeddings.position_embeddings")
+        deviations.append({name: value.std().item() for name, value in tokens.items()})
+        assert all(value.std() < 0.03 for value in parameters.values() if value.ndim > 1)
+    # 64 numbers of the class token, 3,200 and 4,160 of the others: four standard errors.
+    for name, tolerance in (("cls_token", 0.36), ("register_tokens", 0.05), ("table", 0.045)):
+        assert [values[name] for values in deviations] == pytest.approx([0.02, 1.0], rel=tolerance)
+    with pytest.raises(StrictDataclassError, match="token_initializer_range=0.0 must"):
+        tiny(token_initializer_range=0.0)
 
 
 def test_dropout_inside_the_mlp_is_after_the_activation(tiny):
