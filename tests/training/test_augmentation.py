@@ -26,6 +26,7 @@ from training.data.augmentation import (
     EvaluationView,
     TrainingImages,
 )
+from training.data.rand_augment import OPERATIONS
 from training.engine.model_setup import resolve_processor
 from training.engine.trainer import summed_cross_entropy
 
@@ -280,13 +281,46 @@ def test_a_random_crop_is_a_part_of_the_image_resized_as_by_torchvision(size):
 def test_an_augmentation_before_the_crop_sees_the_whole_image():
     image = np.asarray(pictures(1, 40)[0])
     crop = {"random_resized_crop": True, "flip_probability": 0.5}
-    for policy in ({"rand_augment_ops": 2}, {"auto_augment": "rand-m9-mstd0.5-inc1"}):
+    lieres = {"rand_augment_ops": 2, "rand_augment_ranges": "liere", "rand_augment_magnitude": 5}
+    for policy in ({"rand_augment_ops": 2}, lieres, {"auto_augment": "rand-m9-mstd0.5-inc1"}):
         first = AugmentationArguments(augment_first=True, **policy)
         for index in range(5):
             augmented = Augmentation((40, 40), BICUBIC, first, 0)(image, 0, index)
             expected = augment(**crop)(augmented, 0, index)
             assert np.array_equal(augment(augment_first=True, **policy, **crop)(image, 0, index), expected)
             assert not np.array_equal(augment(**policy, **crop)(image, 0, index), expected)
+
+
+def test_lieres_rand_augment_has_the_ranges_of_its_code():
+    """At magnitude 14 of 30: 46.7 px, one bit, a factor of 0.94, 18.7 px and 51 levels; each operation, then draws."""
+    ranges = {name: low + (high - low) * 14 / 30 for name, (_, low, high) in OPERATIONS.items()}
+    expected = {
+        "TranslateX": 46.7,
+        "Posterize": 1.87,
+        "Color": 0.94,
+        "Cutout": 18.7,
+        "SolarizeAdd": 51.3,
+        "ShearY": 0.14,
+    }
+    assert {name: ranges[name] for name in expected} == pytest.approx(expected, abs=0.05)
+    image = np.random.default_rng(0).integers(1, 255, (32, 32, 3), dtype=np.uint8)
+    for picture in (Image.fromarray(image), Image.fromarray(image[..., 0])):
+        made = {name: np.asarray(OPERATIONS[name][0](picture, strength)) for name, strength in ranges.items()}
+        given = np.asarray(picture)
+        assert all(array.shape == given.shape for array in made.values())
+        assert not made["TranslateX"].any() and not made["TranslateY"].any()
+        assert set(np.unique(made["Posterize"])) == {0, 128} and np.array_equal(made["Invert"], 255 - given)
+        brighter = np.minimum(given + ranges["SolarizeAdd"], 255).astype(np.uint8)
+        np.testing.assert_array_equal(made["SolarizeAdd"], np.where(brighter < 128, brighter, 255 - brighter))
+        rows, columns = np.nonzero((made["Cutout"] != given).reshape(32, 32, -1).any(axis=-1))
+        assert 9 <= np.ptp(rows) + 1 <= 20 and 9 <= np.ptp(columns) + 1 <= 20
+    policy = {"rand_augment_ops": 2, "rand_augment_magnitude": 14}
+    counts = {}
+    for ranges in ("torchvision", "liere"):
+        augmented = augment((32, 32), **policy, rand_augment_ranges=ranges)
+        counts[ranges] = sum(np.ptp(augmented(image, 0, index)) == 0 for index in range(300))
+    # A translation is among two of sixteen operations with probability 1 − (14/16)²; three standard errors of 300.
+    assert counts["torchvision"] == 0 and counts["liere"] / 300 == pytest.approx(0.234, abs=0.075)
 
 
 def test_policies_of_timm_are_its_own_and_seeded():
@@ -319,6 +353,7 @@ def test_policies_of_timm_are_its_own_and_seeded():
     [
         ({"random_crop_ratio": 0.9}, "--random_crop_ratio 0.9; accepted: 0 for none, 1 and above"),
         ({"random_crop_ratio": 1.1, "random_resized_crop": True}, "both choose an augmentation"),
+        ({"rand_augment_ranges": "timm"}, "--rand_augment_ranges 'timm'; accepted: torchvision, liere"),
         ({"auto_augment": "rand-m9", "rand_augment_ops": 2}, "--auto_augment and --rand_augment_ops both choose"),
     ],
 )

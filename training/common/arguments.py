@@ -176,6 +176,11 @@ class AugmentationArguments:
     flip_probability: float = flag(0.0, "Probability of a horizontal flip.")
     rand_augment_ops: int = flag(0, "Operations of RandAugment per image; 0 for none.")
     rand_augment_magnitude: int = flag(9, "Magnitude of RandAugment, 0 … 30.")
+    rand_augment_ranges: str = flag(
+        "torchvision",
+        "Its operations and their ranges: `torchvision`, or those of LieRE's code, `liere`, which has Invert, "
+        "SolarizeAdd and Cutout too and turns more than one in five of CIFAR's images constant at magnitude 14.",
+    )
     auto_augment: str | None = flag(
         None, "timm's RandAugment instead, such as DeiT's rand-m9-mstd0.5-inc1, with magnitudes 0 … 10."
     )
@@ -205,8 +210,9 @@ class AugmentationArguments:
         for one, other in (("random_crop_ratio", "random_resized_crop"), ("auto_augment", "rand_augment_ops")):
             if getattr(self, one) and getattr(self, other):
                 raise InputError(f"--{one} and --{other} both choose an augmentation; accepted: one of them.")
-        if not 0 <= self.rand_augment_magnitude <= 30:
-            raise InputError(f"--rand_augment_magnitude {self.rand_augment_magnitude}; accepted: 0 … 30.")
+        if self.rand_augment_ranges not in ("torchvision", "liere"):
+            raise InputError(f"--rand_augment_ranges {self.rand_augment_ranges!r}; accepted: torchvision, liere.")
+        require_numbers(self, "rand_augment_magnitude", highest=30)
         scale = self.random_resized_crop_scale
         if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
             raise InputError(f"--random_resized_crop_scale {scale}; accepted: two numbers with 0 < low <= high <= 1.")

@@ -20,6 +20,7 @@ from torchvision.transforms import RandAugment, RandomErasing
 
 from hf_liere.errors import InputError
 from training.common.arguments import AugmentationArguments
+from training.data.rand_augment import LieRERandAugment
 from training.data.sources import SourceDataset
 
 
@@ -29,6 +30,8 @@ IGNORED_LABEL = -100
 ERASING_STREAM = 2
 # Likewise for an augmentation before the crop, so that the crop does not depend on it.
 FIRST_STREAM = 3
+# By `rand_augment_ranges`.
+RAND_AUGMENTS = {"torchvision": RandAugment, "liere": LieRERandAugment}
 
 # Height and width of the model's input, or a function from an image's height and width to these.
 ImageSize = tuple[int, int] | Callable[[tuple[int, int]], tuple[int, int]]
@@ -150,7 +153,9 @@ class Augmentation:
         if arguments.auto_augment:
             self.policy = functools.partial(_apply_timm, _timm_policy(arguments.auto_augment, image_size, resample))
         elif arguments.rand_augment_ops:
-            self.policy = RandAugment(arguments.rand_augment_ops, arguments.rand_augment_magnitude)
+            self.policy = RAND_AUGMENTS[arguments.rand_augment_ranges](
+                arguments.rand_augment_ops, arguments.rand_augment_magnitude
+            )
         crops = arguments.random_resized_crop or arguments.random_crop_ratio or arguments.crop_padding > 0
         self.is_random = crops or arguments.flip_probability > 0 or self.policy is not None
 
