@@ -317,7 +317,7 @@ def test_lieres_rand_augment_has_the_ranges_of_its_code():
     policy = {"rand_augment_ops": 2, "rand_augment_magnitude": 14}
     counts = {}
     for ranges in ("torchvision", "liere"):
-        augmented = augment((32, 32), **policy, rand_augment_ranges=ranges)
+        augmented = augment(**policy, rand_augment_ranges=ranges)
         counts[ranges] = sum(np.ptp(augmented(image, 0, index)) == 0 for index in range(300))
     # A translation is among two of sixteen operations with probability 1 − (14/16)²; three standard errors of 300.
     assert counts["torchvision"] == 0 and counts["liere"] / 300 == pytest.approx(0.234, abs=0.075)

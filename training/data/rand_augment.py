@@ -1,8 +1,8 @@
 """RandAugment with the operations and the ranges of LieRE's code, which are those of EfficientNet's AutoAugment.
 
-Translations and the square of Cutout are numbers of pixels, whatever the size of the image. At magnitude 14, that of the
-recipes, translations move by 46.7 px: more than the width of CIFAR's images, of which 23% become constant (1,162 of the
-first 5,000 test images of CIFAR-100). torchvision's RandAugment moves them by 6.8 px, and none becomes constant.
+Translations and the square of Cutout are numbers of pixels, whatever the size of the image. At magnitude 14, that of
+the recipes, translations move by 46.7 px: more than the width of CIFAR's images, of which 23% become constant (1,162 of
+the first 5,000 test images of CIFAR-100). torchvision's RandAugment moves them by 6.8 px, and none becomes constant.
 """
 
 import random
