@@ -9,10 +9,11 @@ import torch
 import yaml
 from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
+from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
 
 import hf_liere
-from training import evaluate_sweep
+from training import evaluate_sweep, inspect_sweep
 from training.common.arguments import InputError
 from training.common.conditions import ConditionArguments, ConditionCollator, shifted_positions, shuffle_patches
 from training.reporting import result_lines, result_table, sweeps
@@ -233,6 +234,36 @@ def test_a_sweep_goes_on_where_it_stopped(swept, sweep_file, files, monkeypatch)
     assert results[0] == results[1]
     with pytest.raises(InputError, match="seed=0 contains a run with other flags, .*accepted: the same, or another"):
         evaluate_sweep.main([*command, "--weight_decay", "0.5"])
+
+
+def test_models_of_a_sweep_are_inspected_side_by_side(tiny, tmp_path):
+    """The deviations of what was saved (ComRoPE Table 8), and a picture for each size."""
+    deviations = {}
+    for seed, name in enumerate(("block_size=2", "block_size=4")):
+        torch.manual_seed(seed)
+        model = hf_liere.LieREViTForImageClassification(tiny(block_size=int(name[-1])))
+        model.save_pretrained(tmp_path / "models" / name)
+        deviations[name] = model.base_model.rotary_encoding.generators.std(correction=0).item()
+    hf_liere.LieREViTModel(tiny(position_encoding="absolute")).save_pretrained(tmp_path / "models" / "absolute")
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "black.png")
+    flags = [
+        "--image",
+        str(tmp_path / "black.png"),
+        "--image_sizes",
+        "16",
+        "24",
+        "--output_dir",
+        str(tmp_path / "seen"),
+    ]
+    seen = inspect_sweep.main([str(tmp_path / "models"), *flags])
+    rows = [line.split(" | ") for line in (seen / "angle_matrices.md").read_text().splitlines()[2:]]
+    assert rows == [[f"| {name}", f"{deviation:.3f} |"] for name, deviation in deviations.items()]
+    pictures = {path.name for path in seen.glob("*.png")}
+    assert pictures == {"angle_matrices.png", "attention_16.png", "attention_24.png"}
+    with pytest.raises(InputError, match="contains no folder with a model"):
+        inspect_sweep.main([str(tmp_path), *flags])
+    with pytest.raises(InputError, match="need --image and --image_sizes; accepted: both or none"):
+        inspect_sweep.main([str(tmp_path / "models"), *flags[2:]])
 
 
 def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
