@@ -182,12 +182,8 @@ class GridFields:
             coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for
             ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
-            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
-            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch. Every
-            forward pass has one draw for all samples of the batch, as `position_shift`, so that they share their
-            rotations; ComRoPE's code takes a draw for each sample too, and leaves the choice to its caller. It halves
-            the deviation, clamps instead of truncating, and perturbs no frames, while all axes are perturbed here. For
-            other draws pass `positions`.
+            σ of ComRoPE eq. (11): during training, coordinates of patches are normal around the centre of the patch,
+            deviation σ patch extents, truncated to the patch; one draw for all samples, see [`draw_perturbation`].
         position_shift (`float`, defaults to 0.0):
             DINOv3's augmentation of coordinates during training (its §3.2; `pos_embed_shift`): all patches of a batch
             move together by s_a · (half the extent of the input) on axis a, with s_a ~ U[−shift, shift] drawn for every
