@@ -14,7 +14,7 @@ def draw_perturbation(
     Random displacements of patches, ComRoPE eq. (11): normal with a standard deviation of `strength` patch extents,
     truncated to the patch (not clamped, which would put mass on its border).
 
-    Every forward pass draws once for all samples of its batch, so that they share their rotations; the equation does not
+    Every forward pass draws once for all samples of its batch, so that they share rotations; the equation does not
     say whether samples differ, and ComRoPE's code accepts both. That code halves the deviation, clamps, and perturbs no
     frames of videos; here all axes are perturbed. For other draws, pass `positions` to the model.
 
