@@ -5,6 +5,7 @@ READY := $(VENV)/ready
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 PACKAGING := .venv-packaging
+FROM_WHEEL := .venv-wheel
 # The least that pyproject.toml admits. Triton's interpreter of that time takes arrays of one element for integers, which
 # numpy 2.4 refuses.
 OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "peft==0.18.*" "numpy<2.4"
@@ -16,7 +17,7 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo dist docs gpu lint test test-all test-oldest test-newest release-check format clean
+.PHONY: check-wheel demo dist docs gpu lint test test-all test-oldest test-newest wheels release-check format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -59,6 +60,20 @@ dist: $(PACKAGING)/ready
 	rm -f dist/*-linux_*.whl
 	$(PACKAGING)/bin/twine check --strict dist/*
 
+# The wheel that `make dist` wrote, in an environment with its requirements alone and without a compiler on the path.
+check-wheel:
+	rm -rf $(FROM_WHEEL)
+	$(PYTHON) -m venv $(FROM_WHEEL)
+	$(FROM_WHEEL)/bin/pip install --quiet dist/*.whl
+	PATH="$(CURDIR)/$(FROM_WHEEL)/bin" $(FROM_WHEEL)/bin/python .ci/check_wheel.py
+
+# As `make dist` and `make check-wheel`, by cibuildwheel: on Linux in a container, whose old system the wheel then needs.
+wheels: $(PACKAGING)/ready
+	rm -rf dist
+	$(PACKAGING)/bin/python -m build --sdist
+	$(PACKAGING)/bin/cibuildwheel --output-dir dist
+	$(PACKAGING)/bin/twine check --strict dist/*
+
 # TAG is the tag of the release, such as v0.1.0.
 release-check:
 	$(PYTHON) .ci/check_release.py
@@ -68,7 +83,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PACKAGING) docs/_build outputs build dist *.egg-info hf_liere/kernels/*.so
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PACKAGING) $(FROM_WHEEL) docs/_build outputs build dist *.egg-info hf_liere/kernels/*.so
 
 # Pythons of the versions $(1), the first that runs: of the path, where pyenv puts names that run nothing, or of pyenv.
 define python_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import ROOT, SUPPORT
+from checkout import ROOT
 from conversion_cases import liere_weights
 from fresh_process import run_python
 from packaging.requirements import Requirement
@@ -82,14 +82,8 @@ def build_wheel(sources: Path, folder: Path, compiler: str) -> Path:
     return wheel
 
 
-@pytest.fixture(scope="module")
-def installed(sources, tmp_path_factory) -> Path:
-    """
-    The folder of scripts of an environment with a wheel that was built without a compiler, its core dependencies and
-    theirs, and nothing else.
-    """
-    folder = tmp_path_factory.mktemp("installed")
-    wheel = build_wheel(sources, folder, "/nonexistent")
+def install(wheel: Path, folder: Path) -> Path:
+    """The folder of scripts of an environment with this wheel, its core dependencies and theirs, and nothing else."""
     run_python("-m", "venv", "--without-pip", folder / "env")
     (site,) = (folder / "env" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
@@ -108,10 +102,17 @@ def installed(sources, tmp_path_factory) -> Path:
     return python.parent
 
 
-def run(command: list, folder: Path) -> subprocess.CompletedProcess:
+@pytest.fixture(scope="module")
+def installed(sources, tmp_path_factory) -> Path:
+    """The folder of scripts of an environment with a wheel that was built without a compiler."""
+    folder = tmp_path_factory.mktemp("installed")
+    return install(build_wheel(sources, folder, "/nonexistent"), folder)
+
+
+def run(command: list, folder: Path, **variables: str) -> subprocess.CompletedProcess:
     """A command outside of the checkout, with nothing of this environment but the machine's settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), **variables}
     return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -176,14 +177,11 @@ def libraries(wheel: Path) -> set[str]:
 
 
 def assert_kernels_of(wheel: Path, expected: str) -> None:
-    """The package of the wheel computes with this library, and right."""
-    unpacked = wheel.parent / "unpacked"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-    code = "from cpu_library_checks import *; assert_rotations_are_right(); print(cpu_library.library()._name)"
-    variables = {"HF_LIERE_CPU_KERNELS": "1", "PYTHONPATH": os.pathsep.join([str(unpacked), str(SUPPORT)])}
-    path = Path(run_python("-c", code, cwd=unpacked, variables=variables).stdout.strip())
-    assert path.is_relative_to(unpacked) and path.name.startswith(f"{expected}.")
+    """Where the wheel is installed, without a compiler, the package computes with this library, and right."""
+    scripts = install(wheel, wheel.parent)
+    process = run([scripts / "python", ROOT / ".ci" / "check_wheel.py"], wheel.parent, PATH=str(scripts))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(f"{hf_liere.__version__}: {expected}."), process.stdout
 
 
 def test_every_command_without_any_extra(installed, tiny, tmp_path):
