@@ -17,7 +17,7 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: check-wheel demo dist docs gpu lint test test-all test-oldest test-newest wheels release-check format clean
+.PHONY: check-wheel demo dist docs gpu kernels-folder lint test test-all test-oldest test-newest wheels release-check format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -73,6 +73,11 @@ wheels: $(PACKAGING)/ready
 	$(PACKAGING)/bin/python -m build --sdist
 	$(PACKAGING)/bin/cibuildwheel --output-dir dist
 	$(PACKAGING)/bin/twine check --strict dist/*
+
+# For Hugging Face's `kernels`: CONTRIBUTING.md has what its owner publishes, and how.
+kernels-folder: $(READY)
+	rm -rf outputs/kernels
+	$(BIN)/python .kernels/write.py outputs/kernels
 
 # TAG is the tag of the release, such as v0.1.0.
 release-check:
