@@ -17,7 +17,7 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: check-wheel demo dist docs gpu kernels-folder lint test test-all test-oldest test-newest wheels release-check format clean
+.PHONY: check-wheel demo dist docs gpu kernels-folder lint test test-all test-oldest test-newest wheels release-check space format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -28,7 +28,14 @@ docs: $(READY)
 	@echo "The site is docs/_build/index.html."
 
 gpu: $(READY)
-	$(BIN)/python training/gpu_check.py
+	$(BIN)/python training/gpu_check.py --minutes 10
+
+# A Space with the page of training/app.py, started as it would be there. CHECKPOINTS are folders or names on the Hub; without
+# them it has the models of `make demo` or, if that was not run, the stored one.
+space: $(READY)
+	rm -rf outputs/space
+	$(BIN)/python training/app.py $(if $(CHECKPOINTS),--checkpoints $(CHECKPOINTS)) --write_space outputs/space
+	$(BIN)/python outputs/space/app.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -3,8 +3,8 @@ Writes a folder that Hugging Face's `kernels` loads, with the code and the compi
 
     python .kernels/write.py outputs/kernels      # or: make kernels-folder
 
-kernel-builder reads `build.toml`, `CARD.md` and `torch-ext`. `build` contains the variant for this system, under the name
-of those that run with every torch from a version on. A variant for another system is written there.
+kernel-builder reads `build.toml`, `CARD.md` and `torch-ext`. `build` contains the variant for this system, under the
+name of those that run with every torch from a version on. A variant for another system is written there.
 """
 
 import hashlib

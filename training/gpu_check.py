@@ -1,16 +1,19 @@
 """Checks that need a GPU, in one report to send back.
 
-    python training/gpu_check.py                                      # or: make gpu
+    python training/gpu_check.py --minutes 10                         # or: make gpu
     python training/gpu_check.py --sections attention compilation     # these again, in the same report
     python training/gpu_check.py --device cpu                         # with small models, on a machine without a GPU
 
 Each section runs in a separate process, so that the others run even if one fails. The report contains its message. It
-is written after every section: it survives Ctrl-C, and `--resume` runs the sections that have not passed. The report
-contains no tokens, user name or host name, and shows the home directory as ~.
+is written after every section: it survives Ctrl-C, and `--resume` runs the sections that have not passed. Its first
+table names the page to which the text of each section belongs. The report contains no tokens, user name or host name,
+and shows the home directory as ~.
 """
 
 import argparse
+import math
 import sys
+import time
 from pathlib import Path
 
 
@@ -31,6 +34,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small models and few repetitions")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of: {', '.join(SECTIONS)}")
     parser.add_argument("--resume", action="store_true", help="go on with a report that exists")
+    parser.add_argument("--minutes", type=float, help="start no section later than that (all sections)")
     parser.add_argument("--time_limit", type=int, default=3600, metavar="SECONDS", help="of a section (%(default)s)")
     return parser.parse_args(arguments)
 
@@ -52,7 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(options.device, options.quick or options.device == "cpu")
     report = Report(options.output, heading(settings), go_on=options.resume or options.sections is not None)
     names = options.sections or [name for name in SECTIONS if not report.passed(name)]
+    end = time.monotonic() + 60 * (math.inf if options.minutes is None else options.minutes)
     for number, name in enumerate(names, 1):
+        if time.monotonic() > end:
+            print(f"{options.minutes:g} minutes are over; go on with --resume --output {options.output}")
+            break
         print(f"[{number}/{len(names)}] {name}: {SECTIONS[name].__doc__.splitlines()[0]}", flush=True)
         section = run_section(name, settings, options.time_limit)
         report.add(section)
@@ -61,7 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"Interrupted; go on with --resume --output {options.output}")
             return 130
     failed = [name for name in SECTIONS if not report.passed(name)]
-    print(f"Report: {options.output}" + (f" (not passed: {', '.join(failed)})" if failed else ""))
+    unfinished = f" (not passed: {', '.join(failed)})" if failed else ""
+    print(f"Report: {options.output}{unfinished}. Its first table names the page to which each section belongs.")
     return int(any(name in failed for name in names))
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,11 @@ class Plot:
     caption: str
     alt: str
     svg: dict[str, str]
+
+    def is_wide(self) -> bool:
+        """Whether it is twice as wide as the screen of a phone, or more."""
+        width = re.search(r'<svg [^>]*width="([\d.]+)pt"', next(iter(self.svg.values())))
+        return width is not None and float(width[1]) >= 600
 
 
 def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> dict[str, str]:

@@ -92,6 +92,15 @@ def test_report_in_a_browser(inspected, browser):
         wide = browser.execute_script("return document.documentElement.scrollWidth > window.innerWidth")
         assert not wide and console_errors(browser) == []
     assert pictures["light"] != pictures["dark"]
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        widths = browser.execute_script("return [...document.images].map(image => image.offsetWidth)")
+        # Several panels side by side keep legible numbers; nothing else reaches beyond the screen.
+        assert min(widths) < 390 and max(widths) > 700
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert backgrounds == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
 
 

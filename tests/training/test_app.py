@@ -29,7 +29,7 @@ from training.playground.predictions import Classifiers, attention_pictures, fin
 pytest.importorskip("gradio", reason="gradio is not installed")
 
 from training.app import main
-from training.playground.page import App
+from training.playground.page import App, build
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,26 @@ def test_the_page_shows_predictions_and_attention_without_errors(page, browser, 
     images = browser.find_elements("css selector", "figure img")
     assert len(images) == 5 and all(image.get_attribute("alt") for image in images)
     assert console_errors(browser) == []
+
+
+def test_on_a_phone_nothing_reaches_beyond_the_screen(page, browser):
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        places = [page.find(f"#{name}").location["x"] for name in ("picture", "first", "second")]
+        # To a pixel, which a figure has as its border.
+        assert max(places) - min(places) <= 1
+        assert abs(page.find("#puzzle").location["y"] - page.find("#new-puzzle").location["y"]) < 10
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_one_model_alone_has_the_page_for_itself(checkpoints):
+    for shown in (checkpoints[:1], checkpoints):
+        (second,) = (block for block in build(App(shown)).blocks.values() if block.elem_id == "second")
+        # A form is around the list.
+        assert second.parent.parent.visible == (len(shown) > 1)
 
 
 def test_nothing_outside_is_asked_for(page, browser, server):

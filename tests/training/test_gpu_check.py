@@ -17,7 +17,7 @@ from training import gpu_check
 from training.gpu.models import Settings
 from training.gpu.processes import run_section
 from training.gpu.report import Report, Section, heading, remove_secrets
-from training.gpu.sections import SECTIONS
+from training.gpu.sections import DESTINATIONS, SECTIONS
 
 
 SETTINGS = Settings("cpu", quick=True)
@@ -73,6 +73,19 @@ def test_secrets_and_names_are_left_out(monkeypatch):
     text = "/home/someone/x /home/someone-else /data/someone/y someone@node-17 hush-hush-1 hf_abcdefghijklmnopqrst"
     assert remove_secrets(text) == "~/x /home/someone-else /data/user/y user@host … …"
     assert remove_secrets("someone said hf_liere.kernels") == "someone said hf_liere.kernels"
+
+
+def test_no_section_starts_after_the_minutes(tmp_path, capsys):
+    path = tmp_path / "report.md"
+    assert gpu_check.main(["--device", "cpu", "--output", str(path), "--minutes", "0.0001"]) == 1
+    assert "0.0001 minutes are over; go on with --resume" in capsys.readouterr().out
+    assert outcomes(path) == dict.fromkeys(SECTIONS, "not run") | {"environment": "passed"}
+
+
+def test_every_section_belongs_to_a_place_that_is_there():
+    for destination in set(DESTINATIONS.values()):
+        page, _, section = destination.partition(", section ")
+        assert not section or f"\n## {section}\n" in (ROOT / page).read_text(), destination
 
 
 def test_failures_and_time_limits_are_outcomes():

@@ -25,9 +25,11 @@ def main(device: str) -> None:
     Raises:
         CheckFailed: if the two steps differ.
     """
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    # NCCL refuses processes that share a GPU.
+    own_gpu = device == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("nccl" if own_gpu else "gloo")
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     rank, count = dist.get_rank(), dist.get_world_size()
     settings = Settings(device, quick=True)
     for encoding in list(ENCODINGS)[1:4]:

@@ -13,7 +13,7 @@ import transformers
 
 import hf_liere
 from hf_liere.errors import InputError
-from training.gpu.sections import SECTIONS, Settings
+from training.gpu.sections import DESTINATIONS, SECTIONS, Settings
 from training.reporting.markdown import markdown
 
 
@@ -69,10 +69,10 @@ class Report:
     def add(self, section: Section) -> None:
         self.sections[section.name] = dataclasses.replace(section, text=remove_secrets(section.text).strip())
         ordered = [self.sections[name] for name in SECTIONS if name in self.sections]
-        rows = [[section.name, section.outcome, f"{section.seconds:.0f} s"] for section in ordered]
-        rows += [[name, "not run", "–"] for name in SECTIONS if name not in self.sections]
+        rows = [[each.name, each.outcome, f"{each.seconds:.0f} s", DESTINATIONS[each.name]] for each in ordered]
+        rows += [[name, "not run", "–", DESTINATIONS[name]] for name in SECTIONS if name not in self.sections]
         parts = ["# GPU check", self.heading, f"Written {time.strftime('%Y-%m-%d %H:%M')}"]
-        parts.append(markdown(["section", "outcome", "time"], rows))
+        parts.append(markdown(["section", "outcome", "time", "belongs in"], rows))
         for section in ordered:
             parts += [f"## {section.name}", f"<!-- {section.outcome}, {section.seconds:.0f} s -->", section.text or "–"]
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -250,11 +250,15 @@ def _largest_error(expected: dict, found: dict) -> float:
 
 
 def distributed(settings: Settings) -> Iterator[str]:
-    """A step of DDP on all GPUs beside that of one process, and a short training run."""
+    """A step of DDP in two processes or more beside that of one, and a short training run on all GPUs."""
     count = torch.cuda.device_count() if settings.device == "cuda" else 2
-    yield f"{count} processes.\n"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-    yield _run([*torchrun, "-m", "training.gpu.distributed_step", settings.device]).strip()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # A single GPU is shared by two.
+    processes = max(2, count)
+    yield f"{processes} processes.\n"
+    step_command = [f"--nproc_per_node={processes}", "-m", "training.gpu.distributed_step", settings.device]
+    yield _run([*launcher, *step_command]).strip()
+    torchrun = [*launcher, f"--nproc_per_node={count}"]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "training/accelerate/ddp.yaml"]
     launch += ["--num_processes", str(count)]
     if settings.device == "cpu" or count == 1:
@@ -295,7 +299,13 @@ def _run(command: list[str], **variables: str) -> str:
     return process.stdout
 
 
+# In the order in which they run: what is new on a GPU first, and last what other machines check too.
 SECTIONS: dict[str, Callable[[Settings], Iterator[str]]] = {
     section.__name__: section
-    for section in (environment, self_check, tests, precision, attention, compilation, distributed, speed)
+    for section in (environment, self_check, precision, speed, attention, compilation, distributed, tests)
 }
+# The page or the form to which the text of a section belongs.
+DESTINATIONS = dict.fromkeys(SECTIONS, "a bug report, if it did not pass")
+DESTINATIONS |= dict.fromkeys(("environment", "self_check", "precision", "speed"), "docs/speed.md, section GPUs")
+DESTINATIONS |= dict.fromkeys(("attention", "compilation"), "docs/deploy.md, section torch.compile")
+DESTINATIONS["distributed"] = "docs/training.md, section Several GPUs and machines"

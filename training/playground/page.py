@@ -44,7 +44,7 @@ CSS = """
 figure { margin: 0; }
 figure img { width: 100%; image-rendering: pixelated; border: 1px solid var(--border-color-primary); }
 figcaption { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color); }
-.layers { display: grid; grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)); gap: 8px; margin-top: 8px; }
+.layers { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 8px; margin-top: 8px; }
 .html-container { padding: 0 !important; }
 .viridis { display: inline-block; width: 5em; height: 0.8em; margin: 0 2px;
     background: linear-gradient(90deg, #440154, #3b528b, #21918c, #5ec962, #fde725); }
@@ -188,7 +188,7 @@ def build(app: App) -> gr.Blocks:
             with gr.Column(min_width=300):
                 first = gr.Dropdown([*app.checkpoints], value=pair[0], label="First model", elem_id="first")
                 first_results = results("first")
-            with gr.Column(min_width=300):
+            with gr.Column(min_width=300, visible=len(app.checkpoints) > 1):
                 second = gr.Dropdown(
                     [*app.checkpoints, NO_SECOND], value=pair[1], label="Second model", elem_id="second"
                 )
@@ -214,8 +214,12 @@ class PictureControls(NamedTuple):
 def _picture_controls(app: App, source: str, sizes: range) -> PictureControls:
     source_input = gr.Radio([PUZZLE, UPLOAD], value=source, label="Picture", elem_id="source")
     with gr.Row(visible=source == PUZZLE, equal_height=True) as puzzle_row:
-        number = gr.Number(0, label="Puzzle", minimum=0, maximum=len(PUZZLES) - 1, precision=0, elem_id="puzzle")
-        new_puzzle = gr.Button("New puzzle", variant="primary", elem_id="new-puzzle")
+        # Side by side on phones too.
+        narrow = {"min_width": 120}
+        number = gr.Number(
+            0, label="Puzzle", minimum=0, maximum=len(PUZZLES) - 1, precision=0, elem_id="puzzle", **narrow
+        )
+        new_puzzle = gr.Button("New puzzle", variant="primary", elem_id="new-puzzle", **narrow)
     upload = gr.File(
         label=f"Up to {MAX_MEGABYTES} MB and {MAX_MEGAPIXELS} megapixels",
         height=140,
