@@ -15,6 +15,7 @@ from training.playground.predictions import ROOT, Checkpoint
 
 # Modules of training/ that app.py imports. The package hf_liere is copied completely.
 MODULES = (
+    "__init__.py",
     "app.py",
     "data/arrows.py",
     "data/image_formats.py",
