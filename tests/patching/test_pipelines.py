@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from patching_cases import IMAGE, randomize
+from patching_cases import IMAGE, randomize, widen
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from training_helpers import small_clip
@@ -20,14 +20,14 @@ LABELS = {"candidate_labels": ["a cat", "a dog", "a map"]}
 
 def vit():
     config = transformers.ViTConfig(**IMAGE, num_labels=3)
-    return transformers.ViTForImageClassification(config), {
+    return widen(transformers.ViTForImageClassification(config)), {
         "image_processor": transformers.ViTImageProcessor(**PROCESSOR)
     }
 
 
 def dinov2():
     processor = transformers.BitImageProcessor(size={"shortest_edge": 16}, crop_size=PROCESSOR["size"])
-    return transformers.Dinov2Model(transformers.Dinov2Config(**IMAGE)), {"image_processor": processor}
+    return widen(transformers.Dinov2Model(transformers.Dinov2Config(**IMAGE))), {"image_processor": processor}
 
 
 def clip():
