@@ -3,8 +3,6 @@
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
-from .diffusion.diffusion_patch import set_frequency_schedule
-from .diffusion.schedules import FrequencySchedule, ScheduleInput
 from .geometry import pose_attention  # noqa: F401 (registers an attention implementation)
 from .geometry.orientations import (
     matrix_to_rotation_vector,
@@ -15,6 +13,8 @@ from .geometry.orientations import (
 from .geometry.pose_embedding import PoseEmbedding
 from .layer.embedding import LieRotaryEmbedding
 from .layer.grids import grid_positions
+from .libraries.diffusion_patch import set_frequency_schedule
+from .libraries.schedules import FrequencySchedule, ScheduleInput
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.rotation.accumulation import accumulate_rotations
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig

@@ -9,7 +9,7 @@ import wrapt
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..diffusion.diffusion_patch import is_diffusion_model, plan_diffusion
+from ..libraries.diffusion_patch import is_diffusion_model, plan_diffusion
 from ..models.patched.modeling_patched import (
     RotaryModelMixin,
     is_restorable,

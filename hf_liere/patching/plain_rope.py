@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..diffusion.diffusion_patch import DiffusionPatch
+from ..libraries.diffusion_patch import DiffusionPatch
 from ..models.patched.pretrained_patch import RopePatch
 from ..models.patched.pretrained_rope import PretrainedPlanes
 from ..models.patched.rope_layout import RopeLayout

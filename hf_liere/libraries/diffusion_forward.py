@@ -16,7 +16,7 @@ from ..models.encoding.positions import TokenPositions
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import thread
 from ..models.rotation.dispatch import product_dtype, working_dtype
-from .families import PlaneTable
+from .planes import PlaneTable
 from .rotations import PretrainedFrequencies, StateRotations, Turn, apply_turn, identity_turn
 
 

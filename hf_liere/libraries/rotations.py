@@ -1,5 +1,5 @@
 """
-The parameters of learned rotations in diffusion transformers, which start at the pretrained rotation, or at none.
+The parameters of learned rotations in models of other libraries, which start at the pretrained rotation, or at none.
 
 Learned frequencies turn the model's own cos and sin further: R(p, ω′) = R(p, ω) R(p, ω′ − ω), so that whatever computed
 them, in float64 or from a table, the start has the same bits. Blocks rotate queries and keys where attention normalises
@@ -9,7 +9,6 @@ them, and the model's own rotation becomes the identity.
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 from transformers import initialization as init
 
 from ..models.encoding.positions import TokenPositions
@@ -19,7 +18,7 @@ from ..models.encoding.starting_values import order_planes
 from ..models.rotation.dispatch import working_dtype
 from ..models.rotation.model_basis import rotate_one
 from ..models.rotation.rotation import TokenRotation
-from .families import ADJACENT, PlaneTable
+from .planes import ADJACENT, PlaneTable
 from .schedules import Schedule, ScheduleInput
 
 
@@ -35,7 +34,7 @@ class PretrainedFrequencies(LearnedRotations):
         table: The planes of every attention module.
         layers: Indices of the attention modules that learn.
         config: A `RotaryPatchConfig`.
-        pairing: As in [`DiffusionFamily`].
+        pairing: The two channels of a plane, `ADJACENT` or `HALVES`.
 
     Attributes:
         log_factors: (layers or 1, rotated planes), the δ.
@@ -47,12 +46,13 @@ class PretrainedFrequencies(LearnedRotations):
             raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
         self.config, self.table, self.pairing = config, table, pairing
         self.place = {layer: 0 if config.share_layers else place for place, layer in enumerate(layers)}
-        num_planes, axes = len(table.axes), torch.tensor(table.axes)
-        self.log_factors = self.new_parameter(len(set(self.place.values())), num_planes - table.num_unrotated)
+        axes = torch.tensor(table.axes)
+        self.log_factors = self.new_parameter(len(set(self.place.values())), len(table.rotated))
         # The bits of float32 numbers: conversions of the model to half types leave integers as they are.
         bits = torch.tensor(table.frequencies, dtype=torch.float32).view(torch.int32)  # (planes,)
         same_axis = axes == axes.unsqueeze(-1)  # (planes, planes)
         self.register_buffer("frequency_bits", bits, persistent=False)
+        self.register_buffer("rotated", torch.tensor(table.rotated), persistent=False)  # (rotated planes,)
         self.register_buffer("axes", axes, persistent=False)  # (planes,)
         self.register_buffer("ranks", same_axis.tril(-1).sum(-1), persistent=False)  # (planes,)
         self.register_buffer("channels", 2 * same_axis.sum(-1), persistent=False)  # (planes,)
@@ -86,8 +86,8 @@ class PretrainedFrequencies(LearnedRotations):
         # e^δ − 1, exactly 0 at the start
         change = torch.zeros_like(frequencies)
         if layer in self.place:
-            change = self.log_factors[self.place[layer]].to(device, dtype).expm1()  # (rotated planes,)
-            change = nn.functional.pad(change, (self.table.num_unrotated, 0))  # (planes,)
+            rotated = self.log_factors[self.place[layer]].to(device, dtype).expm1()  # (rotated planes,)
+            change = change.index_copy(0, self.rotated.to(device), rotated)  # (planes,)
         factor: torch.Tensor | float = 1.0
         if schedule is not None:
             axes, ranks, channels = (x.to(device) for x in (self.axes, self.ranks, self.channels))

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from ..models.encoding.encoding_traits import rotary_traits
-from ..models.encoding.folding import build_rotary_encoding
 from ..models.patched.module_inspection import device_of, forward_arguments, linear_layer
-from ..models.patched.rotary_patch import RotaryPatchConfig, TowerConfig, make_tower_config
+from ..models.patched.rotary_patch import RotaryPatchConfig, make_tower_config
 from ..models.patched.tower_patch import (
     AttentionTower,
     OutputHooks,
@@ -28,6 +27,7 @@ from ..models.patched.tower_patch import (
     patched_towers,
 )
 from ..models.rotation.dispatch import working_dtype
+from .checks import build_from_grid, check_start
 from .diffusion_forward import (
     STATE_MODULES,
     CarryingRope,
@@ -41,7 +41,8 @@ from .diffusion_forward import (
     rotate_states,
     state_module,
 )
-from .families import FAMILIES, DiffusionFamily, PlaneTable, find_kind
+from .families import FAMILIES, DiffusionFamily, find_kind
+from .planes import PlaneTable
 from .rotations import PretrainedFrequencies, StateRotations, build_blocks, identity_turn, turn_further
 from .schedules import FrequencySchedule, Schedule
 
@@ -194,23 +195,7 @@ def plan_diffusion(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPla
 
 def _plan_tower(tower: DiffusionTower, config: RotaryPatchConfig) -> TowerPlan[DiffusionTower]:
     model, family = tower.module, tower.family
-    layers = tower.choose_layers(config.layers)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"{tower.label} has parameters without values: patch it before they are offloaded.")
-    if config.keep_absolute != "interpolate":
-        raise ValueError(
-            f"keep_absolute={config.keep_absolute!r} is for vision towers; {tower.label} accepts interpolate."
-        )
-    if family.rotates != (config.rotary_init == "pretrained"):
-        raise ValueError(
-            f"rotary_init={config.rotary_init!r}: {tower.label} "
-            + (
-                "already rotates query and key"
-                if family.rotates
-                else "does not rotate, so there is nothing to start from"
-            )
-            + f"; accepted: {'pretrained' if family.rotates else 'zeros'}."
-        )
+    layers = check_start(tower, config, family.rotates)
     shapes = {_head_shape(name, attention) for name, attention in tower.attentions}
     if len(shapes) != 1:
         raise ValueError(f"The attention modules of {tower.label} have different (heads, head_dim): {sorted(shapes)}.")
@@ -227,15 +212,9 @@ def _plan_tower(tower: DiffusionTower, config: RotaryPatchConfig) -> TowerPlan[D
         patch.train_grid = (size, size)
         rotary_config = make_tower_config(config, patch.train_grid, len(layers), heads, head_dim)
         patch.coordinates = str(rotary_config.coordinates)
-        build = partial(_build_from_grid, rotary_config, config, heads, layers)
+        build = partial(build_from_grid, rotary_config, config, heads, layers)
     build()
     return TowerPlan(tower, patch, build)
-
-
-def _build_from_grid(rotary_config: TowerConfig, config: RotaryPatchConfig, heads: int, layers: list[int]) -> nn.Module:
-    encoding = build_rotary_encoding(rotary_config, len(rotary_config.train_grid))
-    assert encoding is not None, "the configuration names an encoding that rotates"
-    return StateRotations(encoding, config, heads, layers)
 
 
 def _head_shape(name: str, attention: Any) -> tuple[int, int]:

@@ -5,7 +5,7 @@ frequencies are computed here as the model does; `diffusion_patch` compares them
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,38 +13,7 @@ import torch
 from torch import nn
 
 from ..models.patched.module_inspection import device_of
-
-
-ADJACENT, HALVES = "adjacent", "halves"
-
-
-@dataclass(frozen=True)
-class PlaneTable:
-    """
-    The planes of an attention module in the order of its channels; planes that do not rotate come first.
-
-    Attributes:
-        frequencies: ω of every plane, 0 for planes that the model does not rotate.
-        axes: For every plane, the axis a of its angle p_a ω.
-    """
-
-    frequencies: tuple[float, ...]
-    axes: tuple[int, ...]
-
-    @property
-    def num_axes(self) -> int:
-        return max(self.axes) + 1
-
-    @property
-    def num_unrotated(self) -> int:
-        return sum(frequency == 0 for frequency in self.frequencies)
-
-
-def geometric_planes(*axes: tuple[float, int]) -> PlaneTable:
-    """RoPE's planes of several axes, one after the other: ω_i = θ^(−2i/d) for (θ, d) of every axis."""
-    spectra = [[theta ** (-index / channels) for index in range(0, channels, 2)] for theta, channels in axes]
-    numbers = [axis for axis, spectrum in enumerate(spectra) for _ in spectrum]
-    return PlaneTable(tuple(frequency for spectrum in spectra for frequency in spectrum), tuple(numbers))
+from .planes import ADJACENT, HALVES, PlaneTable, geometric_planes
 
 
 @dataclass(frozen=True)
@@ -317,6 +286,6 @@ FAMILIES = {
 }
 
 
-def find_kind(model: nn.Module) -> str | None:
-    """The name in `FAMILIES` of a model of diffusers: that of its class or of one that it inherits from."""
-    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in FAMILIES), None)
+def find_kind(model: nn.Module, kinds: Container[str] = FAMILIES) -> str | None:
+    """The name of the class of a model, or of one that it inherits from, among `kinds`."""
+    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in kinds), None)
