@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..libraries.diffusion_patch import is_diffusion_model, plan_diffusion
+from ..libraries.timm_patch import is_timm_model, plan_timm
 from ..models.patched.modeling_patched import (
     RotaryModelMixin,
     is_restorable,
@@ -26,7 +27,7 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     """
     Rotate query and key in the vision towers of a pretrained model (ComRoPE §4.4), in place; or, with
     `rotary_init="pretrained"`, learn the rotations of a language or vision model with RoPE. A transformer of diffusers
-    is patched in the same way; `save_rotary` saves its rotations.
+    or a vision transformer of timm is patched in the same way; `save_rotary` saves its rotations.
 
     With `rotary_init="zeros"`, the model computes the same bits as before in float32, and gradients reach the
     generators; so does a model with RoPE and `position_encoding="rope_mixed", rotary_init="pretrained"`. Existing
@@ -80,13 +81,14 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
 
 def make_plans(model: nn.Module, config: RotaryPatchConfig) -> list:
-    """The first half of [`patch`]: check a configuration against a model of transformers or of diffusers."""
+    """The first half of [`patch`]: check a configuration against a model of any library."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"{type(model).__name__} is not a torch module; of a pipeline, pass pipeline.transformer.")
-    if not is_diffusion_model(model):
-        return plan(model, config)
-    require_unpatched(model)
-    return plan_diffusion(model, config)
+    for belongs, plan_library in ((is_diffusion_model, plan_diffusion), (is_timm_model, plan_timm)):
+        if belongs(model):
+            require_unpatched(model)
+            return plan_library(model, config)
+    return plan(model, config)
 
 
 def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:

@@ -274,7 +274,7 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
     rotary_patch, grid, patches = tower.rotary_patch, passes[-1].grid, None
     if rotary_patch.is_flexible:
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[1]
-        patches = _place_samples(tower, shapes, tokens.shape[1], device)  # (B, length, 2)
+        patches = place_samples(tower, shapes, tokens.shape[1], device)  # (B, length, 2)
     else:
         visible = _find_visible(math.prod(grid), embeddings, args, kwargs, output)
         if visible is not None:
@@ -307,7 +307,7 @@ def _find_visible(num_patches: int, embeddings, args, kwargs, output) -> torch.T
     return (~masked).nonzero()[:, 1].unflatten(0, (len(masked), -1))  # (B, visible)
 
 
-def _place_samples(tower: nn.Module, shapes: torch.Tensor, length: int, device) -> torch.Tensor:
+def place_samples(tower: nn.Module, shapes: torch.Tensor, length: int, device) -> torch.Tensor:
     """(B, length, 2) coordinates for one grid (height, width) per sample; padding tokens are at coordinate 0."""
     samples = []
     for grid in map(tuple, shapes.tolist()):

@@ -1,0 +1,124 @@
+"""
+The rotary modules of timm: the frequencies of their planes and the coordinates of their patches, computed here as timm
+does and compared with the cos and sin of a model before it is patched.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.rotation.dispatch import working_dtype
+from .planes import ADJACENT, HALVES, PlaneTable
+from .rotations import turn_further
+
+
+def _axial(frequencies: torch.Tensor) -> torch.Tensor:
+    """(2, 1, 1, planes): the same frequencies for either axis, one after the other."""
+    zeros = torch.zeros_like(frequencies)
+    return torch.stack([torch.cat([frequencies, zeros]), torch.cat([zeros, frequencies])])[:, None, None]
+
+
+def _by_section(rope: Any) -> torch.Tensor:
+    """(2, 1, 1, planes): planes of time, at 0 in an image, do not rotate."""
+    axes = torch.stack([rope.axis == 1, rope.axis == 2])  # (2, planes)
+    return (axes * rope.inv_freq.double())[:, None, None]
+
+
+# By the name of the class, its frequencies in float64: (2, layers or 1, heads or 1, planes).
+SPECTRA: dict[str, Callable[[Any], torch.Tensor]] = {
+    "RotaryEmbeddingCat": lambda rope: _axial(rope.bands.double()),
+    "RotaryEmbeddingDinoV3": lambda rope: _axial(2 * math.pi / rope.periods.double()),
+    "RotaryEmbeddingMixed": lambda rope: rope.freqs.detach().double(),
+    "RotaryEmbeddingMRope": _by_section,
+}
+
+
+def find_table(spectrum: torch.Tensor) -> PlaneTable | None:
+    """The planes of (2, layers, heads, planes) frequencies; `None` if a plane turns along both axes (RoPE-Mixed)."""
+    if spectrum.shape[1:3] != (1, 1) or ((spectrum != 0).sum(0) > 1).any():
+        return None
+    planes = spectrum[:, 0, 0].cpu()  # (2, planes)
+    return PlaneTable(tuple(planes.sum(0).tolist()), tuple((planes != 0).int().argmax(0).tolist()))
+
+
+def place_patches(rope: Any, shapes: torch.Tensor, length: int) -> torch.Tensor:
+    """
+    Coordinates of patches in raster order, in the order of the axes of the frequencies; those of padding are arbitrary.
+
+    Args:
+        rope: One of the classes in `SPECTRA`.
+        shapes: (B, 2) patches per axis of every sample.
+        length: Number N of patches with padding.
+
+    Returns:
+        (B, N, 2).
+    """
+    dtype = working_dtype(shapes.device)
+    index = torch.arange(length, device=shapes.device)  # (N,)
+    columns, sizes = shapes[:, 1:], shapes.unsqueeze(1).to(dtype)  # (B, 1), (B, 1, 2)
+    places = torch.stack([index // columns, index % columns], dim=-1).to(dtype)  # (B, N, 2)
+    is_dino = type(rope).__name__ == "RotaryEmbeddingDinoV3"
+    kind, offset = getattr(rope, "grid_type", "centered" if is_dino else "index"), getattr(rope, "grid_offset", 0.0)
+    if kind == "centered":
+        norm = rope.normalize_coords
+        extents = sizes if norm == "separate" else getattr(sizes, f"a{norm}")(-1, keepdim=True)  # (B, 1, 1 or 2)
+        places = (places + 0.5 + offset) / extents
+    elif kind == "pixel":
+        places = places * 2 / (sizes - 1).clamp(min=1) - 1
+    else:
+        places = places + offset
+    if getattr(rope, "ref_feat_shape", None) is not None:
+        places = places / sizes * sizes.new_tensor(rope.ref_feat_shape)
+    places = 2 * places - 1 if kind == "centered" else places
+    return places.flip(-1) if rope.grid_indexing == "xy" else places
+
+
+@torch.no_grad()
+def read_spectrum(rope: nn.Module, half: bool, grid: tuple[int, int], label: str) -> torch.Tensor:
+    """
+    The frequencies of a rotary module, after a comparison of its cos and sin with those that follow from them.
+
+    Args:
+        half: Whether attention rotates the halves of a head.
+        grid: Patches per axis of the model.
+
+    Returns:
+        (2, layers or 1, heads or 1, planes) in float64.
+
+    Raises:
+        ValueError: if the module is of an unknown class, draws random coordinates, or computes other rotations.
+    """
+    name = type(rope).__name__
+    module: Any = rope
+    if name not in SPECTRA or not type(rope).__module__.startswith("timm."):
+        raise ValueError(f"{label} rotates by a {name}; accepted: {', '.join(SPECTRA)}.")
+    # What timm multiplies coordinates by, or adds to them, in training.
+    neutral = {"shift": 0.0, "jitter": 1.0, "rescale": 1.0}
+    drawn = {part: getattr(module, f"{part}_coords") for part in neutral}
+    if any(value not in (None, neutral[part]) for part, value in drawn.items()):
+        raise ValueError(
+            f"{label} draws random coordinates in training, "
+            + ", ".join(f"rope_{part}_coords={value}" for part, value in drawn.items())
+            + "; accepted: "
+            + ", ".join(f"rope_{part}_coords={value:g}" for part, value in neutral.items())
+            + "."
+        )
+    spectrum, pairing = SPECTRA[name](module), HALVES if half else ADJACENT
+    cached = getattr(module, "feat_shape", None)
+    for shape in [tuple(cached)] if cached is not None else [grid, (2, 5)]:
+        sin, cos = module.get_embed(shape=shape).chunk(2, dim=-1)  # ((layers, heads,) N, D) each
+        places = place_patches(module, torch.tensor([shape], device=cos.device), math.prod(shape))[0]  # (N, 2)
+        angles = torch.einsum("na,alhp->lhnp", places, spectrum.to(places))  # (layers, heads, N, planes)
+        expected = turn_further((torch.ones_like(cos), torch.zeros_like(sin)), angles, pairing)
+        # timm computes angles in float32, and rounds a cached table to half types.
+        rounded = 1e-2 if cos.dtype in (torch.float16, torch.bfloat16) else 1e-4
+        tolerance = rounded + 2e-6 * angles.abs().max()
+        if any((x - y).abs().max() > tolerance for x, y in zip((cos, sin), expected)):
+            raise ValueError(
+                f"{label}: {name} computes other rotations than the releases of timm that are known here do; nothing "
+                "was changed."
+            )
+    return spectrum
