@@ -1,9 +1,42 @@
-"""What models of other libraries have in common when they are patched: checks of the start, and rotations by a grid."""
+"""What patches of models of other libraries have in common: facts, checks of the start, and rotations by a grid."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
 
 from ..models.encoding.folding import build_rotary_encoding
 from ..models.patched.rotary_patch import RotaryPatchConfig, TowerConfig
-from ..models.patched.tower_patch import AttentionTower
+from ..models.patched.tower_patch import AttentionTower, Patchable, TowerPatch
 from .rotations import StateRotations
+
+
+@dataclass
+class LibraryPatch(TowerPatch[Patchable]):
+    """
+    The patch of a model of another library, which transformers cannot save or load with its rotations.
+
+    Attributes:
+        heads, head_dim: Heads with separate rotations in every attention module, and their channels.
+        frequencies: Of models that rotate by the same frequencies in every layer.
+        train_grid, coordinates: Patches per axis in training and the convention of their coordinates, for models that
+            do not rotate.
+    """
+
+    heads: int
+    head_dim: int
+    frequencies: tuple[float, ...] = field(default=(), kw_only=True)
+    train_grid: tuple[int, ...] = field(default=(), kw_only=True)
+    coordinates: str = field(default="", kw_only=True)
+
+    def describe_base(self, module: nn.Module) -> dict:
+        base: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "train_grid": list(self.train_grid)}
+        if self.frequencies:
+            base["frequencies"] = [float(f"{value:.5g}") for value in self.frequencies]
+        return base
+
+    def model_type(self, module: nn.Module) -> str:
+        return type(module).__name__
 
 
 def check_start(tower: AttentionTower, config: RotaryPatchConfig, rotates: bool) -> list[int]:

@@ -21,13 +21,12 @@ from ..models.patched.rotary_patch import RotaryPatchConfig, make_tower_config
 from ..models.patched.tower_patch import (
     AttentionTower,
     OutputHooks,
-    TowerPatch,
     TowerPlan,
     choose_target,
     patched_towers,
 )
 from ..models.rotation.dispatch import working_dtype
-from .checks import build_from_grid, check_start
+from .checks import LibraryPatch, build_from_grid, check_start
 from .diffusion_forward import (
     STATE_MODULES,
     CarryingRope,
@@ -64,16 +63,13 @@ class DiffusionTower(AttentionTower):
 
 
 @dataclass
-class DiffusionPatch(TowerPatch[DiffusionTower]):
+class DiffusionPatch(LibraryPatch[DiffusionTower]):
     """
     The patch of a transformer of diffusers.
 
     Attributes:
         kind: As in [`DiffusionTower`].
-        heads, head_dim: Of every attention module.
         table: The planes of models that rotate.
-        train_grid, coordinates: Patches per axis in training and the convention of their coordinates, for models that
-            do not rotate.
         schedule: Of the frequencies, `None` for none.
         reads_level: Whether the schedule depends on the noise level.
         level_hooks: Then the hook that records it.
@@ -81,11 +77,7 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
     """
 
     kind: str
-    heads: int
-    head_dim: int
     table: PlaneTable = PlaneTable((), ())
-    train_grid: tuple[int, ...] = ()
-    coordinates: str = ""
     schedule: Schedule | None = None
     reads_level: bool = False
     level_hooks: list = field(default_factory=list)
@@ -94,15 +86,6 @@ class DiffusionPatch(TowerPatch[DiffusionTower]):
     @property
     def family(self) -> DiffusionFamily:
         return FAMILIES[self.kind]
-
-    def describe_base(self, module: nn.Module) -> dict:
-        base: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "train_grid": list(self.train_grid)}
-        if self.family.rotates:
-            base["frequencies"] = [float(f"{value:.5g}") for value in self.table.frequencies]
-        return base
-
-    def model_type(self, module: nn.Module) -> str:
-        return type(module).__name__
 
     def weighted_modules(self, attention: nn.Module) -> list[nn.Module]:
         names = ("to_q", "to_k", "add_q_proj", "add_k_proj", "to_qkv_mlp_proj")
@@ -200,9 +183,10 @@ def _plan_tower(tower: DiffusionTower, config: RotaryPatchConfig) -> TowerPlan[D
     if len(shapes) != 1:
         raise ValueError(f"The attention modules of {tower.label} have different (heads, head_dim): {sorted(shapes)}.")
     heads, head_dim = shapes.pop()
-    patch = DiffusionPatch(config, tower.attention_names(layers), tower.kind, heads, head_dim)
+    patch = DiffusionPatch(config, tower.attention_names(layers), heads, head_dim, tower.kind)
     if family.rotates:
         patch.table = table = _find_table(tower)
+        patch.frequencies = table.frequencies
         if rotary_traits(config).pretrained == "planes":
             build: Callable[[], nn.Module] = partial(PretrainedFrequencies, table, layers, config, family.pairing)
         else:

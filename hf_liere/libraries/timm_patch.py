@@ -13,8 +13,8 @@ from ..models.encoding.encoding_traits import rotary_traits
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.patched.module_inspection import forward_arguments
 from ..models.patched.rotary_patch import RotaryPatchConfig, make_tower_config
-from ..models.patched.tower_patch import AttentionTower, TowerPatch, TowerPlan, choose_target
-from .checks import build_from_grid, check_start
+from ..models.patched.tower_patch import AttentionTower, TowerPlan, choose_target
+from .checks import LibraryPatch, build_from_grid, check_start
 from .families import find_kind
 from .planes import ADJACENT, HALVES
 from .rotations import PretrainedFrequencies, StateRotations
@@ -65,32 +65,15 @@ class TimmTower(AttentionTower):
 
 
 @dataclass
-class TimmPatch(TowerPatch[TimmTower]):
+class TimmPatch(LibraryPatch[TimmTower]):
     """
     The patch of a vision transformer of timm.
 
     Attributes:
-        heads, head_dim: Heads whose rotations differ in an attention module, and their channels.
         turns: Whether frequencies are learned, so that the model's own rotation is turned further and not replaced.
-        frequencies: Those of models whose layers and heads rotate alike; empty for others.
-        train_grid, coordinates: As in [`DiffusionPatch`].
     """
 
-    heads: int
-    head_dim: int
     turns: bool
-    frequencies: tuple[float, ...] = ()
-    train_grid: tuple[int, ...] = ()
-    coordinates: str = ""
-
-    def describe_base(self, module: nn.Module) -> dict:
-        base: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "train_grid": list(self.train_grid)}
-        if self.frequencies:
-            base["frequencies"] = [float(f"{value:.5g}") for value in self.frequencies]
-        return base
-
-    def model_type(self, module: nn.Module) -> str:
-        return type(module).__name__
 
     def add_hooks(self, tower: TimmTower) -> None:
         module: Any = tower.module

@@ -97,7 +97,7 @@ def read_spectrum(rope: nn.Module, half: bool, grid: tuple[int, int], label: str
         raise ValueError(f"{label} rotates by a {name}; accepted: {', '.join(SPECTRA)}.")
     # What timm multiplies coordinates by, or adds to them, in training.
     neutral = {"shift": 0.0, "jitter": 1.0, "rescale": 1.0}
-    drawn = {part: getattr(module, f"{part}_coords") for part in neutral}
+    drawn = {part: getattr(module, f"{part}_coords", None) for part in neutral}
     if any(value not in (None, neutral[part]) for part, value in drawn.items()):
         raise ValueError(
             f"{label} draws random coordinates in training, "

@@ -9,6 +9,7 @@ import wrapt
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..libraries.checks import LibraryPatch
 from ..libraries.diffusion_patch import is_diffusion_model, plan_diffusion
 from ..libraries.timm_patch import is_timm_model, plan_timm
 from ..models.patched.modeling_patched import (
@@ -203,6 +204,13 @@ def _save_whole(wrapped: Callable, model: PreTrainedModel, args: tuple, kwargs: 
     """Wraps `save_pretrained` of transformers: a model with a patched part is saved as a patched model."""
     if isinstance(model, RotaryModelMixin) or not is_patched(model):
         return wrapped(*args, **kwargs)
+    for name, tower in patched_towers(model):
+        if isinstance(tower.rotary_patch, LibraryPatch):
+            raise ValueError(
+                f"{type(model).__name__} contains the rotations of {name} ({type(tower).__name__}), which "
+                f"from_pretrained cannot restore: save them with save_rotary(model.{name}, folder), and the model "
+                "after unpatch(model)."
+            )
     patch_around(model)
     return model.save_pretrained(*args, **kwargs)
 

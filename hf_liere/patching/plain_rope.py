@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..libraries.diffusion_patch import DiffusionPatch
+from ..libraries.checks import LibraryPatch
 from ..models.patched.pretrained_patch import RopePatch
 from ..models.patched.pretrained_rope import PretrainedPlanes
 from ..models.patched.rope_layout import RopeLayout
@@ -38,8 +38,8 @@ class PlainRope:
     def __init__(self, name: str, tower: nn.Module):
         patch, encoding, self.tower = tower.rotary_patch, tower.rotary_encoding, tower
         self.label = f"{name} ({type(tower).__name__})" if name else type(tower).__name__
-        if isinstance(patch, DiffusionPatch):
-            raise self._make_error("no configuration of diffusers has a factor for every frequency")
+        if isinstance(patch, LibraryPatch):
+            raise self._make_error("no configuration of diffusers or timm has a factor for every frequency")
         if not isinstance(patch, RopePatch) or not isinstance(encoding, PretrainedPlanes):
             raise self._make_error(
                 f"position_encoding={patch.config.position_encoding!r} with rotary_init={patch.config.rotary_init!r} "

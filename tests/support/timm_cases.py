@@ -41,10 +41,10 @@ class Case:
     def build(self, seed: int = 0, **options) -> nn.Module:
         torch.manual_seed(seed)
         model = timm.create_model(self.name, **{**SMALL, **self.options, **options}).eval()
-        # Some weights start at zero or one, or small, which would hide an error.
+        # Some weights start at zero or one, or small, and frequencies in proportion, which would hide an error.
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim < 2 or parameter.std() < 0.1:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim < 2 or parameter.std() < 0.1 or name == "rope.freqs":
                     parameter.add_(0.3 * torch.randn_like(parameter))
         return model
 
