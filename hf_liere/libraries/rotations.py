@@ -147,10 +147,11 @@ class StateRotations(LearnedRotations):
     def reset_parameters(self) -> None:
         self.encoding.reset_parameters()
 
-    def forward(self, layer: int, positions: TokenPositions, dtype: torch.dtype) -> TokenRotation:
-        """The rotation of an attention module, for queries and keys of this type."""
-        rotation: Any = next(iter(self.encoding(positions, dtype, self.place[layer])))
-        return rotation
+    def forward(self, layer: int | None, positions: TokenPositions, dtype: torch.dtype) -> Any:
+        """The rotation of an attention module, for queries and keys of this type; `None`: a list, by `place`."""
+        if layer is None:
+            return list(self.encoding(positions, dtype))
+        return next(iter(self.encoding(positions, dtype, self.place[layer])))
 
     def rotate(self, rotation: TokenRotation, states: torch.Tensor, heads_first: bool) -> torch.Tensor:
         """

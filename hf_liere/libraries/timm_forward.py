@@ -7,14 +7,13 @@ and keys through `q_norm` and `k_norm`, where hooks rotate them, or through its 
 sin.
 """
 
+import sys
 import weakref
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
-import wrapt
 from torch import nn
 
 from ..models.encoding.encoding_traits import rotated_prefix
@@ -22,6 +21,7 @@ from ..models.encoding.positions import TokenPositions
 from ..models.patched.patched_forward import place_grid, place_samples
 from ..models.patched.tower_patch import thread
 from ..models.rotation.dispatch import product_dtype
+from ..models.rotation.rotation import TokenRotation
 from .timm_rope import place_patches
 
 
@@ -38,8 +38,7 @@ class ImagePass:
         length: Number of patches of a sample, with padding.
         kept: (B, kept) indices of the patches that are not dropped.
         coordinates: ((B,) N, 2) of the patches, for models that rotate.
-        positions: Those of all tokens.
-        rotation, pending: The rotation of the attention module that runs, and which of its states are not rotated yet.
+        rotations: Those of all attention modules that learn, if queries and keys are rotated here.
     """
 
     def __init__(self, tower: nn.Module, grid: tuple[int, ...] | None, shapes: torch.Tensor | None, length: int):
@@ -47,28 +46,28 @@ class ImagePass:
         self.grid, self.shapes, self.length = grid, shapes, length
         self.kept: torch.Tensor | None = None
         self.coordinates: torch.Tensor | None = None
-        self.positions: TokenPositions | None = None
-        self.rotation: Any = None
-        self.pending: set[str] = set()
+        self.rotations: Sequence[TokenRotation] = ()
 
     def place(self, tower: Any, tokens: torch.Tensor) -> None:
-        """Find the positions of (B, prefix + patches, C) tokens."""
+        """Find the positions of (B, prefix + patches, C) tokens, outside of checkpointed blocks."""
         patch, prefix, device = tower.rotary_patch, tower.num_prefix_tokens, tokens.device
         centre = rotated_prefix(patch) if patch.config.rotate_prefix else 0.0
         if patch.train_grid and self.grid is not None and self.kept is None:
-            self.positions = place_grid(tower, self.grid, device, prefix, centre)
+            positions = place_grid(tower, self.grid, device, prefix, centre)
         else:
             patches = self._place_patches(tower, device)  # ((B,) N, 2)
             if self.kept is not None:
                 patches = patches.expand(len(self.kept), -1, -1)  # (B, N, 2)
                 patches = patches.gather(1, self.kept.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
             self.coordinates = patches
-            self.positions = TokenPositions.from_coordinates(patches, prefix, centre)
-        if self.positions.shape[-2] != tokens.shape[1]:
+            positions = TokenPositions.from_coordinates(patches, prefix, centre)
+        if positions.shape[-2] != tokens.shape[1]:
             raise RuntimeError(
-                f"{type(tower).__name__} has {tokens.shape[1]} tokens, but the positions of {self.positions.shape[-2]} "
-                "are known: its embeddings were replaced after it was patched?"
+                f"{type(tower).__name__} has {tokens.shape[1]} tokens, but the positions of {positions.shape[-2]} are "
+                "known: its embeddings were replaced after it was patched?"
             )
+        if not patch.turns:
+            self.rotations = tower.rotary_encoding(None, positions, product_dtype(tokens))
 
     def _place_patches(self, tower: Any, device: torch.device) -> torch.Tensor:
         """((B,) N, 2) coordinates of all patches."""
@@ -142,48 +141,40 @@ def find_pass(tower: nn.Module) -> ImagePass:
     return current
 
 
-def prepare_attention(
+def turn_attention(
     tower: Any, layer: int, names: tuple[str, ...], attention: nn.Module, args: tuple, kwargs: dict
-) -> tuple[tuple, dict]:
-    """Forward pre-hook of an attention module whose arguments have these names."""
-    patch, options = tower.rotary_patch, {**dict(zip(names, args)), **kwargs}
-    current, rope = find_pass(tower), options.get("rope")
-    if patch.turns:
-        places = current.coordinates  # ((B,) N, 2)
-        assert rope is not None and places is not None, "the model rotates"
-        sin, cos = rope.chunk(2, dim=-1)  # ((B, 1,) N, D) each
-        cos, sin = tower.rotary_encoding(layer, (cos, sin), places.unsqueeze(1) if rope.ndim == 4 else places)
-        options["rope"] = torch.cat([sin, cos], dim=-1)
-        return tuple(options.pop(name) for name in names[: len(args)]), options
-    if rope is not None:
-        options["rope"] = None
-    current.rotation, current.pending = None, {"query", "key"}
+) -> Any:
+    """Forward pre-hook of an attention module with these arguments: it rotates with the learned frequencies."""
+    options, places = {**dict(zip(names, args)), **kwargs}, find_pass(tower).coordinates  # ((B,) N, 2)
+    assert places is not None, "the model rotates"
+    sin, cos = options["rope"].chunk(2, dim=-1)  # ((B, 1,) N, D) each
+    places = places.unsqueeze(1) if cos.ndim == 4 else places
+    cos, sin = tower.rotary_encoding(layer, (cos, sin), places)
+    options["rope"] = torch.cat([sin, cos], dim=-1)
     return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
-def rotate_states(
-    tower: Any, layer: int, part: str, norm: nn.Module, args: tuple, output: torch.Tensor
-) -> torch.Tensor:
-    """Forward hook of `q_norm` or `k_norm`: R(p) of (B, H, N, D) queries or keys."""
-    current = find_pass(tower)
-    if current.rotation is None:
-        rotation = tower.rotary_encoding(layer, current.positions, product_dtype(output))
-        current.rotation = rotation.to(output.device)
-    current.pending.discard(part)
-    return tower.rotary_encoding.rotate(current.rotation, output, True)
-
-
-def finish_attention(tower: Any, layer: int, attention: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of an attention module, also called when it fails."""
-    current = getattr(thread, "image_pass", None)
-    if current is None:
-        return
-    pending, current.pending, current.rotation = current.pending, set(), None
-    if output is not None and pending:
+def replace_rotation(
+    norms: tuple[nn.Module, nn.Module], names: tuple[str, ...], attention: Any, args: tuple, kwargs: dict
+) -> Any:
+    """Forward pre-hook of an attention module whose queries and keys are rotated behind these norms."""
+    if attention.q_norm is not norms[0] or attention.k_norm is not norms[1]:
         raise RuntimeError(
-            f"{type(attention).__name__} of layer {layer} did not call {sorted(pending)} norms, so these are not "
-            "rotated: they were replaced after the model was patched?"
+            f"q_norm or k_norm of {type(attention).__name__} was replaced after the model was patched, so queries and "
+            "keys would not be rotated: unpatch the model before."
         )
+    options = {**dict(zip(names, args)), **kwargs}
+    if "rope" in options:
+        options["rope"] = None
+    return tuple(options.pop(name) for name in names[: len(args)]), options
+
+
+def rotate_states(tower: Any, layer: int, norm: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook of `q_norm` or `k_norm`: R(p) of (B, H, N, D) queries or keys."""
+    encoding = tower.rotary_encoding
+    rotation = find_pass(tower).rotations[encoding.place[layer]].to(output.device)
+    rotated: torch.Tensor = encoding.rotate(rotation, output, True)
+    return rotated
 
 
 class InPass:
@@ -200,26 +191,28 @@ class InPass:
             thread.image_pass = outer
 
 
-def _checkpoint(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
-    """Wraps timm's `checkpoint(function, …)` and `checkpoint_seq(functions, …)`."""
-    current = getattr(thread, "image_pass", None)
-    if current is None:
-        return wrapped(*args, **kwargs)
-    given, *inputs = args
-    if isinstance(given, nn.Sequential):
-        return wrapped([InPass(part, current) for part in given], *inputs, **kwargs)
-    return wrapped(InPass(given, current), *inputs, **kwargs)
+def keep_passes(model: nn.Module) -> None:
+    """
+    Let timm's `checkpoint` and `checkpoint_seq`, where the methods of a model look them up, recompute blocks with the
+    positions of their pass.
+    """
+    for kind in type(model).__mro__:
+        module = sys.modules[kind.__module__]
+        for name in ("checkpoint", "checkpoint_seq"):
+            function = vars(module).get(name)
+            if module.__name__.startswith("timm.models.") and function and not hasattr(function, "__wrapped__"):
+                setattr(module, name, _keep_pass(function))
 
 
-def _guard(names: tuple[str, ...], module: ModuleType) -> None:
-    """Install the wrappers once a module of timm is imported."""
-    for name in names:
-        wrapt.wrap_function_wrapper(module, name, _checkpoint)
+def _keep_pass(original: Callable) -> Callable:
+    @wraps(original)
+    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        # A graph recomputes its operations, and calls no hook again.
+        current = None if torch.compiler.is_compiling() else getattr(thread, "image_pass", None)
+        if current is not None and isinstance(function, nn.Sequential):
+            function = [InPass(part, current) for part in function]
+        elif current is not None:
+            function = InPass(function, current)
+        return original(function, *args, **kwargs)
 
-
-for _name, _functions in (
-    ("vision_transformer", ("checkpoint", "checkpoint_seq")),
-    ("eva", ("checkpoint",)),
-    ("naflexvit", ("checkpoint",)),
-):
-    wrapt.register_post_import_hook(partial(_guard, _functions), f"timm.models.{_name}")
+    return checkpoint

@@ -22,12 +22,13 @@ from .timm_forward import (
     begin_batch,
     begin_image,
     carry_indices,
-    finish_attention,
+    keep_passes,
     place_tokens,
-    prepare_attention,
     record_kept,
+    replace_rotation,
     rotate_states,
     take_indices,
+    turn_attention,
 )
 from .timm_rope import find_table, read_spectrum
 
@@ -92,17 +93,16 @@ class TimmPatch(LibraryPatch[TimmTower]):
         for layer, (_, attention) in enumerate(tower.attentions):
             if layer in module.rotary_encoding.place:
                 self._hook_attention(module, layer, attention)
+        keep_passes(module)
         # timm's optimizers ask for it.
         module.no_weight_decay = partial(without_decay, module)
 
     def _hook_attention(self, module: nn.Module, layer: int, attention: Any) -> None:
-        hook = partial(prepare_attention, module, layer, tuple(forward_arguments(attention)))
+        names, norms = tuple(forward_arguments(attention)), (attention.q_norm, attention.k_norm)
+        hook = partial(turn_attention, module, layer, names) if self.turns else partial(replace_rotation, norms, names)
         self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
-        if not self.turns:
-            for part, norm in (("query", attention.q_norm), ("key", attention.k_norm)):
-                self.handles.append(norm.register_forward_hook(partial(rotate_states, module, layer, part)))
-            finish = partial(finish_attention, module, layer)
-            self.handles.append(attention.register_forward_hook(finish, always_call=True))
+        for norm in () if self.turns else norms:
+            self.handles.append(norm.register_forward_hook(partial(rotate_states, module, layer)))
 
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
