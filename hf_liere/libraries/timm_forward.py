@@ -31,7 +31,7 @@ BASE = 256
 
 class ImagePass:
     """
-    One forward pass, from the patches to the last attention module; it belongs to its thread.
+    One forward pass; it belongs to its thread, and to blocks that are recomputed.
 
     Attributes:
         shapes: (B, 2) patches per axis of every sample; `grid` where all samples have the same.
@@ -88,7 +88,7 @@ def begin_image(tower: nn.Module, embedding: Any, args: tuple, output: torch.Ten
 
 
 def begin_batch(tower: Any, embedding: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
-    """Forward hook of the embeddings of a NaFlexVit: a grid of its own for every sample, or one for all."""
+    """Forward hook of the embeddings of a NaFlexVit: a grid for every sample, or one for all."""
     tokens, grid = output
     places = kwargs.get("patch_coord")  # (B, N, 2)
     shapes = None if places is None else places.amax(dim=1) + 1
@@ -123,6 +123,11 @@ def take_indices(tower: Any, module: Any, args: tuple, output: torch.Tensor) -> 
 def place_tokens(tower: nn.Module, norm: nn.Module, args: tuple, output: torch.Tensor) -> None:
     """Forward hook of the norm before the blocks."""
     find_pass(tower).place(tower, output)
+
+
+def end_pass(tower: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook of a model; a pass through its other methods is known until the next one."""
+    thread.image_pass = None
 
 
 def find_pass(tower: nn.Module) -> ImagePass:

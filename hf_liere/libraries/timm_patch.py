@@ -22,6 +22,7 @@ from .timm_forward import (
     begin_batch,
     begin_image,
     carry_indices,
+    end_pass,
     keep_passes,
     place_tokens,
     record_kept,
@@ -89,6 +90,7 @@ class TimmPatch(LibraryPatch[TimmTower]):
             self.handles.append(drop.register_forward_hook(partial(take_indices, module)))
         elif type(drop).__name__ == "PatchDropoutWithIndices":
             self.handles.append(drop.register_forward_hook(partial(record_kept, module)))
+        self.handles.append(module.register_forward_hook(end_pass, always_call=True))
         self.handles.append(module.norm_pre.register_forward_hook(partial(place_tokens, module)))
         for layer, (_, attention) in enumerate(tower.attentions):
             if layer in module.rotary_encoding.place:
