@@ -306,10 +306,9 @@ def test_checkpointed_layers_have_the_same_gradients(case, config):
 COMPILED = [both for both in CONFIGS if both[0] in (VIT, DINO, MIXED, NAFLEX)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "config"),
-    [pytest.param(*both, marks=() if both == (VIT, ZEROS) else pytest.mark.slow) for both in COMPILED],
-    ids=[f"{case.name}-{config.position_encoding}" for case, config in COMPILED],
+    ("case", "config"), COMPILED, ids=[f"{case.name}-{config.position_encoding}" for case, config in COMPILED]
 )
 def test_compiled_model_is_one_graph(case, config):
     """Also with checkpointed blocks, which a graph recomputes without hooks."""

@@ -327,7 +327,8 @@ class LieRE(RotaryEncoding):
             rays = settled.facts.rays
             key = (settled.facts, layers.start, dtype, self.rotation_dtype) if at_once else None
 
-        def compute(entries: torch.Tensor) -> Iterable[Rotation]:
+        # Graphs of torch 2.9 cannot evaluate this annotation on Python 3.10.
+        def compute(entries: torch.Tensor) -> "Iterable[Rotation]":
             chosen = entries[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
             if at_once:
                 return self.rotations_from(placed, chosen, dtype, rays)
