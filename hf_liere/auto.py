@@ -17,6 +17,7 @@ from .models.transformer.configuration_liere import LieRETokensConfig, LieREVide
 from .storage.loading import (
     CheckpointError,
     loading_options,
+    refuse_diffusers,
     require_finite_parameters,
     require_loaded_keys,
     translate_loading_errors,
@@ -136,13 +137,9 @@ def load_checkpoint(
             adapter, or if weights are missing, unexpected, of another shape or not finite.
         HubError: if the Hub does not answer or refuses the request.
     """
-    if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(
-            f"{checkpoint} contains rotations without a model (save_rotary): load them into their model with "
-            "load_rotary and save complete_model(model), which is accepted here."
-        )
+    _refuse_adapter(checkpoint)
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
-    with translate_loading_errors(checkpoint):
+    with translate_loading_errors(checkpoint, revision):
         config = AutoConfig.from_pretrained(checkpoint, **options)
         architecture = _read_architecture(config, checkpoint)
         loader, is_ours = _loader(architecture)
@@ -171,14 +168,25 @@ def build_without_weights(
     Raises:
         CheckpointError, HubError: as [`load_checkpoint`].
     """
+    _refuse_adapter(checkpoint)
     is_type = str(checkpoint) in CONFIG_MAPPING and not Path(checkpoint).exists()
     options = {} if is_type else {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
-    with translate_loading_errors(checkpoint), torch.device("meta"):
+    with translate_loading_errors(checkpoint, revision), torch.device("meta"):
         config = CONFIG_MAPPING[str(checkpoint)]() if is_type else AutoConfig.from_pretrained(checkpoint, **options)
         loader, _ = _loader(_read_architecture(config, checkpoint))
         if loader is AutoModel:
             return AutoModel.from_config(config, trust_remote_code=trust_remote_code).eval()
         return loader._from_config(config).eval()
+
+
+def _refuse_adapter(checkpoint: str | os.PathLike) -> None:
+    """Raise [`CheckpointError`] for a folder with rotations that no model of transformers contains."""
+    if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
+        refuse_diffusers(checkpoint)
+        raise CheckpointError(
+            f"{checkpoint} contains rotations without a model (save_rotary): load them into their model with "
+            "load_rotary and save complete_model(model), which is accepted here."
+        )
 
 
 def model_types() -> list[str]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ..auto import MODELS
 from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..storage.client import translate_hub_errors
-from ..storage.loading import explain, loading_options, local_path, parse_json, shards
+from ..storage.loading import explain, loading_options, local_path, parse_json, refuse_diffusers, shards
 from .base import ConversionError
 
 
@@ -37,6 +37,8 @@ def read_checkpoint(
         HubError: if the Hub does not answer or refuses the request.
     """
     path = locate(checkpoint, revision)
+    if path.is_dir():
+        refuse_diffusers(path)
     source_config = json_beside(path, "config.json")
     kind = str((source_config or {}).get("model_type"))
     if path.is_dir() and (kind in OWN_MODEL_TYPES or kind.startswith(TYPE_PREFIX)):

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from tqdm.auto import tqdm
 
 from ..auto import build_without_weights, load_checkpoint, model_types
 from ..errors import InputError, memory_shortage
+from ..storage.loading import DiffusersCheckpointError
 from ..storage.targets import new_directory
 from .diagnosis import ALARM, Diagnosis
+from .diffusion_models import FoundDiffusion, find_diffusion_rotations
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
 from .reading import FoundRotation, UnreadableError, find_rotations
@@ -31,9 +33,15 @@ def describe_models(models: Sequence[str], with_weights: bool = False, **options
 
 
 def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
-    model = (
-        load_checkpoint(name, dtype="auto", **options)[0] if with_weights else build_without_weights(name, **options)
-    )
+    try:
+        model = (
+            load_checkpoint(name, dtype="auto", **options)[0]
+            if with_weights
+            else build_without_weights(name, **options)
+        )
+    except DiffusersCheckpointError:
+        parts = find_diffusion_rotations(name, with_weights, options.get("revision"))
+        return "\n".join(line for part in parts for line in _describe_diffusion(name, part))
     found, refused = _split(find_rotations(model))
     if not found and not refused:
         raise InputError(
@@ -59,12 +67,19 @@ def _split(found: Iterable[FoundRotation | UnreadableError]) -> tuple[list[Found
     return parts, list(reasons.values())
 
 
+def _describe_diffusion(name: str, found: FoundDiffusion) -> list[str]:
+    rotation = found.rotation
+    lines = [f"{name} ({found.class_name} of diffusers)", rotation.name]
+    lines += [f"  {title:<12}{text}" for title, text in _describe_rotation(rotation, dict.fromkeys(found.layers, True))]
+    lines += _show_spectrum(rotation)
+    return lines + [f"  {'note':<12}{remark}" for remark in found.remarks]
+
+
 def describe(found: FoundRotation, measurement: Measurement) -> str:
     """The lines on one rotation."""
     rotation, lines = found.rotation, [f"{found.rotation.name} ({type(found.rope).__name__})"]
-    lines += [f"  {title:<12}{text}" for title, text in _describe_rotation(found)]
-    spectra = _draw_spectrum(rotation)
-    lines += [f"  {'period' if not number else '':<12}{text}" for number, text in enumerate(spectra)]
+    lines += [f"  {title:<12}{text}" for title, text in _describe_rotation(rotation, found.layers)]
+    lines += _show_spectrum(rotation)
     loaded = measurement.loaded
     states = "float32" if loaded.allowed <= ALARM + 1e-6 else f"float32 rounds up to {loaded.allowed - ALARM:.1g}"
     lines.append(f"  {'error':<12}{loaded.error:.1e} rad at {_show_position(loaded)} ({states})")
@@ -82,12 +97,11 @@ def describe(found: FoundRotation, measurement: Measurement) -> str:
     return "\n".join(lines)
 
 
-def _describe_rotation(found: FoundRotation) -> list[tuple[str, str]]:
-    rotation = found.rotation
-    counts = {state: sum(value is state for value in found.layers.values()) for state in (True, False, None)}
+def _describe_rotation(rotation: Rotation, served: Mapping[str, bool | None]) -> list[tuple[str, str]]:
+    counts = {state: sum(value is state for value in served.values()) for state in (True, False, None)}
     layers = f"{counts[True]} rotate"
     if counts[False]:
-        still = [name for name, rotates in found.layers.items() if rotates is False]
+        still = [name for name, rotates in served.items() if rotates is False]
         layers += f"; {counts[False]} do not: {', '.join(still[:4])}{', …' if len(still) > 4 else ''}"
     if counts[None]:
         layers += f"; {counts[None]} could not be called alone"
@@ -118,6 +132,10 @@ def _describe_runs(axes: Sequence[int]) -> str:
     if len(starts) > 6:
         return " ".join(map(str, axes[:12])) + (" …" if len(axes) > 12 else "")
     return " ".join(f"{length}×{axes[start]}" for start, length in zip(starts, lengths))
+
+
+def _show_spectrum(rotation: Rotation) -> list[str]:
+    return [f"  {'' if row else 'period':<12}{text}" for row, text in enumerate(_draw_spectrum(rotation))]
 
 
 def _draw_spectrum(rotation: Rotation) -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
@@ -22,6 +22,10 @@ from .client import HubError, UnreachableError, retry, translate_hub_errors
 
 class CheckpointError(InputError):
     """A checkpoint that is missing, unreadable or incomplete."""
+
+
+class DiffusersCheckpointError(CheckpointError):
+    """A model or pipeline of diffusers, where models of transformers are accepted."""
 
 
 def local_path(checkpoint: str | os.PathLike) -> Path | None:
@@ -66,8 +70,35 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
     return {"revision": revision}
 
 
+def find_diffusers_config(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any] | None:
+    """The configuration of a model or pipeline that diffusers saved, with its `_class_name`; `None` for others."""
+    folder = local_path(checkpoint)
+    for name in ("model_index.json", "config.json"):
+        if folder is not None:
+            path = folder / name
+        else:
+            try:
+                path = Path(hf_hub_download(str(checkpoint), name, revision=revision))
+            except (EntryNotFoundError, HfHubHTTPError):
+                continue
+        if path.is_file() and "_class_name" in (content := parse_json(path.read_bytes(), path)):
+            return content
+    return None
+
+
+def refuse_diffusers(checkpoint: str | os.PathLike, revision: str | None = None) -> None:
+    """Raise [`DiffusersCheckpointError`] for a model or pipeline that diffusers saved."""
+    found = find_diffusers_config(checkpoint, revision)
+    if found is not None:
+        raise DiffusersCheckpointError(
+            f"{checkpoint} contains the {found['_class_name']} of diffusers; accepted here are models with an Auto "
+            "class of transformers. `hf-liere rope` describes this one, its own push_to_hub publishes it together with "
+            "its rotations, and `hf-liere push` publishes rotations that save_rotary wrote to another folder."
+        )
+
+
 @contextmanager
-def translate_loading_errors(checkpoint: str | os.PathLike) -> Iterator[None]:
+def translate_loading_errors(checkpoint: str | os.PathLike, revision: str | None = None) -> Iterator[None]:
     """Turn any error that a damaged or foreign checkpoint causes into [`CheckpointError`]."""
     try:
         # transformers would also log a table of keys, and those that its tensor-parallel plan (a moving module) leaves
@@ -78,6 +109,7 @@ def translate_loading_errors(checkpoint: str | os.PathLike) -> Iterator[None]:
     except (InputError, HubError):
         raise
     except Exception as error:
+        refuse_diffusers(checkpoint, revision)
         raise CheckpointError(f"{checkpoint} cannot be loaded: {explain(error)}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .loading import join_names, parse_json, shards
+from .loading import join_names, parse_json, refuse_diffusers, shards
 
 
 CONFIG = "config.json"
@@ -100,6 +100,7 @@ class SavedModel:
         if not self.folder.is_dir():
             what = "is a file" if self.folder.exists() else "does not exist"
             raise ValueError(f"{self} {what}; accepted: the folder of a saved model.")
+        refuse_diffusers(self.folder)
         # transformers also looks for the single file first.
         if self.has(WEIGHTS_INDEX) and not (self.folder / WEIGHTS).is_file():
             return shards(self.folder / WEIGHTS_INDEX)

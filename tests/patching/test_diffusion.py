@@ -7,8 +7,6 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from checkout import ROOT
-from hub_client import WRITE
-from huggingface_hub import hf_api
 from patching_checks import check_adapters
 from peft import LoraConfig, get_peft_model_state_dict
 
@@ -278,19 +276,6 @@ def test_pipeline_saves_and_loads_rotations_beside_the_plain_model_and_a_lora(tm
     load_rotary(other.transformer, tmp_path / "rotations")
     other.load_lora_weights(tmp_path / "lora")
     assert torch.equal(sample(other), adapted)
-
-
-def test_a_transformer_is_pushed_with_its_rotations(hub, tmp_path, monkeypatch):
-    # diffusers uses the client that was made before the local Hub.
-    monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
-    model = FLUX.build()
-    randomize(patch(model, PLANES))
-    model.save_pretrained(str(tmp_path / "saved"), push_to_hub=True, repo_id="tester/saved", token=WRITE)
-    model.push_to_hub("tester/pushed", token=WRITE)
-    for name in ("tester/saved", "tester/pushed"):
-        loaded = load_rotary(FLUX.build(), name)
-        with torch.no_grad():
-            assert torch.equal(run(loaded, FLUX.inputs()), run(model, FLUX.inputs())), name
 
 
 def test_a_plain_transformer_beside_older_rotations_is_warned_of(tmp_path, recwarn):

@@ -1,0 +1,127 @@
+"""What the transformers of diffusers rotate, from a configuration or with the weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError, require_libraries
+from ..libraries.diffusion_patch import plan_diffusion
+from ..libraries.families import FAMILIES, find_kind
+from ..libraries.planes import PlaneTable
+from ..libraries.rotations import PretrainedFrequencies
+from ..models.patched.rotary_patch import RotaryPatchConfig
+from ..models.patched.tower_patch import patched_towers
+from ..storage.loading import find_diffusers_config, translate_loading_errors
+from ..storage.saved_model import ADAPTER_CONFIG
+from .rotation import Rotation, make_pairs
+
+
+@dataclass
+class FoundDiffusion:
+    """
+    The rotation of a transformer of diffusers.
+
+    Attributes:
+        class_name: Of the transformer.
+        rotation: The planes of a head; those of all heads in a row for LTX.
+        layers: The attention modules that rotate.
+        remarks: What is known besides.
+    """
+
+    class_name: str
+    rotation: Rotation
+    layers: list[str]
+    remarks: list[str] = field(default_factory=list)
+
+
+def find_diffusion_rotations(name: str, with_weights: bool, revision: str | None = None) -> Iterator[FoundDiffusion]:
+    """
+    The rotations of the transformers in a folder or repository of a model or pipeline.
+
+    Args:
+        with_weights: Whether to load the weights, compare the frequencies with the cos and sin that the model computes
+            for a few tokens, and read learned frequencies.
+
+    Raises:
+        InputError: if no transformer in it rotates, or how it rotates is not known.
+    """
+    require_libraries(f"Describing {name}", "diffusers", "diffusers")
+    content = find_diffusers_config(name, revision)
+    assert content is not None, "a checkpoint of diffusers"
+    # A pipeline lists the library and the class of each part.
+    parts = {part: value[1] for part, value in content.items() if isinstance(value, list) and len(value) == 2}
+    classes = {"": content["_class_name"], **parts}
+    known = {part: kind for part, kind in classes.items() if kind in FAMILIES}
+    if not known:
+        raise InputError(
+            f"{name} contains the {content['_class_name']} of diffusers, and how it rotates is not known; accepted: "
+            f"{', '.join(FAMILIES)}, and pipelines with one of them."
+        )
+    for part, kind in known.items():
+        if not FAMILIES[kind].rotates:
+            raise InputError(f"{name}: {kind} adds a table of sines and cosines and does not rotate queries and keys.")
+        with translate_loading_errors(name, revision):
+            model = _load(name, kind, part or None, revision, with_weights)
+        yield _read(model, Path(name, part), part, with_weights)
+
+
+def _load(name: str, kind: str, subfolder: str | None, revision: str | None, with_weights: bool) -> nn.Module:
+    import diffusers
+
+    model_class, place = getattr(diffusers, kind), {"subfolder": subfolder, "revision": revision}
+    if with_weights:
+        return model_class.from_pretrained(name, **place).eval()
+    with torch.device("meta"):
+        return model_class.from_config(model_class.load_config(name, **place)).eval()
+
+
+def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundDiffusion:
+    family, remarks = FAMILIES[str(find_kind(model))], []
+    patched = any(True for _ in patched_towers(model))
+    if patched:
+        table, encoding = model.rotary_patch.table, model.rotary_encoding
+        remarks = _describe_learned(table, encoding)
+    else:
+        assert family.planes is not None, "a family that rotates"
+        table = family.planes(model)
+        if with_weights:
+            plan_diffusion(model, RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
+        if (folder / ADAPTER_CONFIG).is_file():
+            remarks.append(f"learned rotations lie beside the model ({ADAPTER_CONFIG}); --weights reads them")
+    if with_weights:
+        remarks.append("compared with the cos and sin that the model computes for a few tokens")
+    start = table.num_unrotated
+    axes, frequencies = table.axes[start:], table.frequencies[start:]
+    count = len(axes)
+    name = ".".join(filter(None, (part, family.rope or family.argument)))
+    rotation = Rotation(
+        name=name,
+        frequencies=torch.tensor(frequencies, dtype=torch.float64),
+        axes=axes,
+        num_axes=table.num_axes,
+        channels=tuple(range(count)),
+        factor=1.0,
+        pairs=make_pairs(family.pairing, count, 2 * start),
+        head_dim=2 * len(table.axes),
+        law=None,
+        frequency_of_plane=tuple(range(count)),
+        longest=0.0,
+    )
+    layers = [layer for layer, _ in family.find_attentions(model)]
+    return FoundDiffusion(type(model).__name__, rotation, layers, remarks)
+
+
+def _describe_learned(table: PlaneTable, encoding: Any) -> list[str]:
+    """What the learned rotations of a patched model change."""
+    if not isinstance(encoding, PretrainedFrequencies):
+        config = encoding.config
+        return [f"{config.position_encoding} with blocks of {encoding.encoding.block_size} has replaced this rotation"]
+    factors = encoding.log_factors.detach().double().exp()  # (layers or 1, rotated planes)
+    axes = torch.tensor(table.axes[table.num_unrotated :])
+    by_axis = (factors[:, axes == axis] for axis in range(table.num_axes))
+    shown = (f"{one.min():.3g} … {one.max():.3g} on axis {axis}" for axis, one in enumerate(by_axis))
+    return [f"learned factors of these frequencies: {', '.join(shown)}"]
