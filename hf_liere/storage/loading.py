@@ -71,17 +71,19 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
 
 
 def find_diffusers_config(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any] | None:
-    """The configuration of a model or pipeline that diffusers saved, with its `_class_name`; `None` for others."""
-    folder = local_path(checkpoint)
+    """
+    The configuration of a model or pipeline that diffusers saved, with its `_class_name`; `None` for others, and for
+    what cannot be read.
+    """
     for name in ("model_index.json", "config.json"):
-        if folder is not None:
-            path = folder / name
-        else:
-            try:
-                path = Path(hf_hub_download(str(checkpoint), name, revision=revision))
-            except (EntryNotFoundError, HfHubHTTPError):
-                continue
-        if path.is_file() and "_class_name" in (content := parse_json(path.read_bytes(), path)):
+        try:
+            folder = local_path(checkpoint)
+            hub = (str(checkpoint), name)
+            path = Path(hf_hub_download(*hub, revision=revision)) if folder is None else folder / name
+            content = parse_json(path.read_bytes(), path) if path.is_file() else {}
+        except (CheckpointError, EntryNotFoundError, HfHubHTTPError):
+            continue
+        if "_class_name" in content:
             return content
     return None
 
