@@ -1,6 +1,6 @@
 """Trains a small FLUX on pictures of 32 px, and samples pictures of 64 px with schedules and learned frequencies.
 
-    python training/diffusion_example.py                                  # a quarter of an hour on two cores
+    python training/diffusion_example.py                                  # a quarter of an hour on one core
     python training/diffusion_example.py --steps 40 --tuning_steps 10 --evaluated 8     # whether everything runs
 
 The model is a `FluxTransformer2DModel` of diffusers in pixels, trained by rectified flow (arXiv 2209.03003) on
@@ -9,7 +9,7 @@ on 64 scenes of 64 px. `--output_dir` gets:
 
 - transformer, frequencies: the trained model, and the learned rotations
 - samples.png: pictures of 64 px by every schedule and by the learned frequencies
-- losses.json: losses of new scenes of 64 px by noise level, which pictures.py draws for the page
+- losses.json: losses of new scenes of 64 px by noise level
 
 An interrupted run resumes when started again and gives the same weights.
 """

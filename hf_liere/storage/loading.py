@@ -81,7 +81,7 @@ def find_diffusers_config(checkpoint: str | os.PathLike, revision: str | None = 
             hub = (str(checkpoint), name)
             path = Path(hf_hub_download(*hub, revision=revision)) if folder is None else folder / name
             content = parse_json(path.read_bytes(), path) if path.is_file() else {}
-        except (CheckpointError, EntryNotFoundError, HfHubHTTPError):
+        except (CheckpointError, EntryNotFoundError, HfHubHTTPError, OSError):
             continue
         if "_class_name" in content:
             return content
