@@ -94,18 +94,17 @@ def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundDiffu
             remarks.append(f"learned rotations lie beside the model ({ADAPTER_CONFIG}); --weights reads them")
     if with_weights:
         remarks.append("compared with the cos and sin that the model computes for a few tokens")
-    start = table.num_unrotated
-    axes, frequencies = table.axes[start:], table.frequencies[start:]
-    count = len(axes)
+    rotated, pairs = table.rotated, make_pairs(family.pairing, len(table.axes))
+    count = len(rotated)
     name = ".".join(filter(None, (part, family.rope or family.argument)))
     rotation = Rotation(
         name=name,
-        frequencies=torch.tensor(frequencies, dtype=torch.float64),
-        axes=axes,
+        frequencies=torch.tensor([table.frequencies[plane] for plane in rotated], dtype=torch.float64),
+        axes=tuple(table.axes[plane] for plane in rotated),
         num_axes=table.num_axes,
         channels=tuple(range(count)),
         factor=1.0,
-        pairs=make_pairs(family.pairing, count, 2 * start),
+        pairs=tuple(pairs[plane] for plane in rotated),
         head_dim=2 * len(table.axes),
         law=None,
         frequency_of_plane=tuple(range(count)),
@@ -121,7 +120,7 @@ def _describe_learned(table: PlaneTable, encoding: Any) -> list[str]:
         config = encoding.config
         return [f"{config.position_encoding} with blocks of {encoding.encoding.block_size} has replaced this rotation"]
     factors = encoding.log_factors.detach().double().exp()  # (layers or 1, rotated planes)
-    axes = torch.tensor(table.axes[table.num_unrotated :])
+    axes = torch.tensor(table.axes)[table.rotated]
     by_axis = (factors[:, axes == axis] for axis in range(table.num_axes))
     shown = (f"{one.min():.3g} … {one.max():.3g} on axis {axis}" for axis, one in enumerate(by_axis))
     return [f"learned factors of these frequencies: {', '.join(shown)}"]
