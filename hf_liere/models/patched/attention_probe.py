@@ -20,7 +20,15 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import AttentionInterface
 
 from .coordinate_probe import find_positions
-from .module_inspection import View, device_of, forward_arguments, is_rotation, required_arguments, takes
+from .module_inspection import (
+    View,
+    device_of,
+    find_indexers,
+    forward_arguments,
+    is_rotation,
+    required_arguments,
+    takes,
+)
 from .rope_layout import RopeTower
 
 
@@ -209,7 +217,7 @@ class Probe:
             outputs: dict[str, list[torch.Tensor]] = {}
 
             def record(name, module, args, output, outputs=outputs):
-                if isinstance(output, torch.Tensor):
+                if isinstance(output, torch.Tensor) and output.is_floating_point():
                     outputs.setdefault(name, []).append(output.float().cpu())
 
             cos, sin = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1 - angle, angle))
@@ -374,7 +382,11 @@ def call_module(
         "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),  # (2,)
         "position_ids": arguments[-1].to(device),  # (…, N) or (…, N, A)
         "shared_kv_states": SharedStates() if shared is None else shared,
+        # What an indexer chose in another layer.
+        "prev_topk_indices": torch.arange(tokens, device=device).expand(1, tokens, tokens),
     }
+    if find_indexers(module):
+        known["attention_mask"] = torch.zeros(1, 1, tokens, tokens, device=device)
     # Some modules take cos and sin of keys too.
     rotations = {name: known["position_embeddings"] for name in forward_arguments(module) if is_rotation(name)}
     options = {name: value for name, value in known.items() if takes(module, name)} | rotations

@@ -38,6 +38,24 @@ def is_rotation(argument: str) -> bool:
     return argument.startswith("position_embeddings")
 
 
+def find_indexers(attention: nn.Module) -> list[nn.Module]:
+    """
+    The modules inside an attention module that take cos and sin beside it: the indexers of sparse attention, which
+    choose the tokens that attention reads. Empty for modules that do not compute attention.
+    """
+    inside = [module for module in attention.modules() if module is not attention and takes_rotation(module)]
+    attends = _computes_attention(attention) and not any(map(_computes_attention, inside))
+    return inside if attends and takes_rotation(attention) else []
+
+
+def takes_rotation(module: nn.Module) -> bool:
+    return any(map(is_rotation, forward_arguments(module)))
+
+
+def _computes_attention(module: nn.Module) -> bool:
+    return not {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"}.isdisjoint(names_in_forward(module))
+
+
 def required_arguments(module: nn.Module) -> list[str]:
     """Names of the arguments of forward without defaults, after the first one, which gets the hidden states."""
     _, *others = forward_arguments(module).values()

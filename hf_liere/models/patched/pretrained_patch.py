@@ -5,7 +5,8 @@ In a forward pass, a hook on the rotary module replaces its cos and sin by the c
 the model does with these (windows, slices of tokens) is done with the coordinates. A hook on every attention module
 computes cos and sin from them, with the frequencies of its layer. Blocks of more than one plane rotate queries and keys
 where they are made, before the model's own rotation, which then gets cos = 1 and sin = 0; cached keys are rotated. A
-rotary module inside an attention module serves that one alone, and the hook on it returns cos and sin of that layer.
+rotary module inside an attention module serves that one alone, and the hook on it returns cos and sin of that layer. An
+indexer inside an attention module gets the pretrained cos and sin: no gradient could adapt its choice to others.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch import nn
 from ..encoding.encoding_traits import rotary_traits
 from .attention_probe import Probe
 from .coordinate_probe import changes_frequencies, split_cos_sin
-from .module_inspection import forward_arguments, projection_widths
+from .module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
 from .pretrained_blocks import PretrainedBlocks
 from .pretrained_rope import PretrainedPlanes
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
@@ -67,13 +68,16 @@ class RopePatch(TowerPatch[RopeTower]):
                 self.handles.append(module.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for layer, (_, attention) in enumerate(tower.attentions):
             names, has_blocks = tuple(forward_arguments(attention)), isinstance(encoding, PretrainedBlocks)
+            indexers = find_indexers(attention)
             if inner[layer]:
                 hook = partial(rotate_inside, module, layer)
                 self.handles.append(tower.rope(layer).register_forward_hook(hook, with_kwargs=True))
             if not inner[layer] or (has_blocks and layer in encoding.place):
-                prepare = prepare_inside if inner[layer] else prepare_layer
+                prepare = prepare_inside if inner[layer] else partial(prepare_layer, bool(indexers))
                 hook = partial(prepare, module, layer, names)
                 self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            for indexer in indexers:
+                self.handles.append(indexer.register_forward_pre_hook(pass_pretrained, with_kwargs=True))
             if layer in encoding.place and has_blocks:
                 self.hook_projections(module, layer, attention)
                 self.handles.append(attention.register_forward_hook(clear_rotation, always_call=True))
@@ -197,7 +201,9 @@ def replace_cos_sin(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwa
     return encoding.make_carrier(layout, split_cos_sin(output)[0].dtype, coordinates)
 
 
-def prepare_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
+def prepare_layer(
+    has_indexer: bool, tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs
+):
     """Forward pre-hook of an attention module whose arguments have these names: passes cos and sin of its layer."""
     options = {**dict(zip(names, args)), **kwargs}
     carriers = [name for name in options if name.startswith("position_embeddings") and options[name] is not None]
@@ -208,11 +214,23 @@ def prepare_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attentio
         layout, dtype, coordinates = _read_carrier(tower, layer, options[name])
         rope = tower.get_submodule(tower.rotary_encoding.layouts[layout].layout.rope_name)
         options[name], rotation = tower.rotary_encoding(layer, layout, dtype, coordinates, rope, states)
+        if has_indexer:
+            planes = tower.rotary_encoding.layouts[layout]
+            thread.pretrained = planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), dtype)
         if rotation is not None:
             tower.rotary_patch.hook_projections(tower, layer, attention)
             thread.rotation = (layer, rotation)
     positional = names[: len(args)]
     return tuple(options.pop(name) for name in positional), options
+
+
+def pass_pretrained(indexer: nn.Module, args, kwargs):
+    """Forward pre-hook of an indexer: passes the cos and sin that the model has without learned rotations."""
+    names = tuple(forward_arguments(indexer))
+    pretrained = (thread.pretrained if is_rotation(name) else value for name, value in zip(names, args))
+    return tuple(pretrained), {
+        name: thread.pretrained if is_rotation(name) else value for name, value in kwargs.items()
+    }
 
 
 def _read_carrier(tower: nn.Module, layer: int, carrier) -> tuple[int, torch.dtype, torch.Tensor]:

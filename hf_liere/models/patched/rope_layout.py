@@ -24,7 +24,7 @@ from .coordinate_probe import (
     replace_frequencies,
     split_cos_sin,
 )
-from .module_inspection import forward_code, names_in_forward, takes
+from .module_inspection import find_indexers, forward_code, names_in_forward, takes
 from .tower_patch import AttentionTower
 
 
@@ -198,13 +198,13 @@ def _skip_containers(modules: dict[str, nn.Module], name: str) -> str:
 
 
 def _find_users(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """By name, the modules that take cos and sin and do not pass them to modules inside."""
+    """By name, the modules that take cos and sin and do not pass them to modules inside, but to indexers."""
     takers = {name: module for name, module in modules.items() if takes(module, "position_embeddings")}
-    found = set(takers.values())
+    found = set(takers.values()).difference(*map(find_indexers, takers.values()))
     return {
         name: module
         for name, module in takers.items()
-        if not any(inner in found for inner in module.modules() if inner is not module)
+        if module in found and not any(inner in found for inner in module.modules() if inner is not module)
     }
 
 
