@@ -72,8 +72,7 @@ class PlainRope:
         learned = {}
         for layer, kind in enumerate(encoding.layout_of_layer):
             if kind == index and layer in encoding.place:
-                rank = 0 if encoding.config.share_layers else encoding.place[layer]
-                learned[layer] = pretrained * encoding.log_factors[rank].float().cpu().exp()
+                learned[layer] = encoding.scale_frequencies(layer, pretrained).float().cpu()
             elif kind == index and encoding.config.layers is not None:
                 # Without names, all layers that rotate learn.
                 learned[layer] = pretrained

@@ -15,6 +15,8 @@ from .module_inspection import forward_arguments, takes
 
 # sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
 UNIT = 2.0**-60
+# The buffer with the α of LeRoPE, whose planes rotate with ω exp(α).
+LOG_FACTORS = "alpha"
 TOKENS = 7
 
 
@@ -39,7 +41,8 @@ class CoordinateProbe(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the buffers again, in float32, after a conversion or a construction without values."""
         for name, buffer in self.module._buffers.items():
-            self.module._buffers[name] = torch.full_like(buffer, UNIT, dtype=torch.float32)
+            value = 0.0 if name == LOG_FACTORS else UNIT
+            self.module._buffers[name] = torch.full_like(buffer, value, dtype=torch.float32)
 
     def forward(self, *arguments, **options) -> torch.Tensor:
         """The arguments of the rotary module → (…, N, D) coordinates, without a gradient, float32."""
@@ -74,10 +77,12 @@ def replace_frequencies(
     for name in ("forward", "_hf_hook", "_old_forward"):
         state.pop(name, None)
     state["_parameters"], state["_modules"] = {}, {}
-    names = [name for name, buffer in rope._buffers.items() if buffer is not None and name.endswith("inv_freq")]
-    blank = (torch.zeros(rope._buffers[name].shape, dtype=torch.float32, device="cpu") for name in names)
-    state["_buffers"] = {name: value(values) for name, values in zip(names, blank)}
-    state["_non_persistent_buffers_set"] = set(names)
+    shapes = {name: buffer.shape for name, buffer in rope._buffers.items() if buffer is not None}
+    blank = {name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
+    state["_buffers"] = {name: value(values) for name, values in blank.items() if name.endswith("inv_freq")}
+    if LOG_FACTORS in blank:
+        state["_buffers"][LOG_FACTORS] = blank[LOG_FACTORS] + (0.0 if neutral_factor else 0.5)
+    state["_non_persistent_buffers_set"] = set(state["_buffers"])
     return copied.eval()
 
 
@@ -104,6 +109,13 @@ def split_cos_sin(output) -> tuple[torch.Tensor, torch.Tensor]:
 def frequency_buffers(module: nn.Module) -> list[str]:
     """Names of the frequencies that a module multiplies positions with, without its copies of the original ones."""
     return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
+
+
+def read_frequencies(rope: nn.Module, buffer: str, device: torch.device | None = None) -> torch.Tensor:
+    """The frequencies of a rotary module, as it computes them: in float32, or float64."""
+    found = [rope._buffers[name] for name in (buffer, LOG_FACTORS) if rope._buffers.get(name) is not None]
+    values, *alpha = (x.to(device=device, dtype=torch.promote_types(x.dtype, torch.float32)) for x in found)
+    return values * alpha[0].exp() if alpha else values
 
 
 def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:

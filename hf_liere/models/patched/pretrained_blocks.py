@@ -15,11 +15,11 @@ from ..encoding.starting_values import order_planes
 from ..rotation.dispatch import product_dtype
 from ..rotation.model_basis import rotate_one, rotate_pair
 from .attention_probe import Probe
-from .coordinate_probe import frequency_buffers
+from .coordinate_probe import frequency_buffers, read_frequencies
 from .pretrained_rope import PretrainedRope, TokensRotation
 from .rope_layout import RopeTower
-from .rope_pairs import find_pairs_of_layers
-from .state_makers import RotatedChannels, StateMaker, find_makers
+from .rope_pairs import find_pairs
+from .state_makers import RotatedChannels, find_makers
 
 
 class PretrainedBlocks(PretrainedRope):
@@ -27,38 +27,56 @@ class PretrainedBlocks(PretrainedRope):
     R(p) = exp(Σ_a p_a A_a) of every key head and layer, on channels that are reordered so that blocks are contiguous.
 
     Attributes:
-        rotary: The [`LieRotaryEmbedding`] with the parameters.
+        rotary: The [`LieRotaryEmbedding`] with the parameters. Layers with other heads or planes, in the order of their
+            first layer, have `rotary_1`, `rotary_2` and so on.
+        rows: By attention module that learns or reads the keys of one that does, the name and the row of its rotation.
+        orders: By name of a rotation, the planes of a head in the order in which its blocks contain them.
         makers: By attention module, and by name of a module inside that makes queries or keys, its
             [`RotatedChannels`].
     """
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)
-        layout = tower.layouts[layers[0]]
-        if config.share_layers:
-            _require_equal_start(tower, layers)
-        pairs = find_pairs_of_layers(tower, layers)
-        found = {layer: find_makers(Probe.of(tower, layer), pairs[layer]) for layer in self.place}
-        heads, key_heads = _require_common_heads(tower, {layer: found[layer] for layer in layers})
-        self.rotary = LieRotaryEmbedding(
-            heads,
-            2 * layout.num_planes,
-            layout.num_axes,
-            config.position_encoding,
-            config.block_size,
-            num_key_value_heads=key_heads,
-            num_layers=len(layers),
-            share_heads=config.share_heads,
-            share_layers=config.share_layers,
-            rotary_init="zeros",
-            relative_axis=config.relative_axis,
-        )
-        axes = [layout.axes[channel] for channel in layout.first_channels()]
-        self.planes = order_planes(axes, config.position_encoding, self.rotary.encoding.block_size, tower.label)
-        distinct = list(dict.fromkeys(maker for makers in found.values() for maker in makers))
-        self.channels = nn.ModuleList(RotatedChannels(maker, self.planes) for maker in distinct)
+        probes = {layer: Probe.of(tower, layer) for layer in self.place}
+        found = {layer: find_makers(probe, find_pairs(probe)) for layer, probe in probes.items()}
+        # Of queries and keys.
+        heads = {layer: tuple(count for maker in found[layer] for count in maker.heads) for layer in layers}
+        self.rows: dict[int, tuple[str, int]] = {}
+        self.orders: dict[str, tuple[int, ...]] = {}
+        for name, members in self.name_groups(
+            "rotary", lambda layer: (heads[layer], tower.layouts[layer].axes_of_planes)
+        ):
+            layout = tower.layouts[members[0]]
+            query_heads, key_heads = heads[members[0]]
+            rotary = LieRotaryEmbedding(
+                query_heads,
+                2 * layout.num_planes,
+                layout.num_axes,
+                config.position_encoding,
+                config.block_size,
+                num_key_value_heads=key_heads,
+                num_layers=len(members),
+                share_heads=config.share_heads,
+                share_layers=config.share_layers,
+                rotary_init="zeros",
+                relative_axis=config.relative_axis,
+            )
+            if config.share_layers:
+                _require_equal_start(tower, members)
+            self.orders[name] = order_planes(
+                list(layout.axes_of_planes), config.position_encoding, rotary.encoding.block_size, tower.label
+            )
+            self.add_module(name, rotary)
+            self.rows |= {layer: (name, row) for row, layer in enumerate(members)}
+        self.rows |= {layer: self.rows[layers[place]] for layer, place in self.place.items()}
+        pieces = {
+            layer: {maker.name: (maker, self.orders[self.rows[layer][0]]) for maker in makers}
+            for layer, makers in found.items()
+        }
+        distinct = list(dict.fromkeys(piece for named in pieces.values() for piece in named.values()))
+        self.channels = nn.ModuleList(RotatedChannels(*piece) for piece in distinct)
         self.makers = {
-            layer: {maker.name: distinct.index(maker) for maker in makers} for layer, makers in found.items()
+            layer: {name: distinct.index(piece) for name, piece in named.items()} for layer, named in pieces.items()
         }
         self.reset_parameters(tower.module)
 
@@ -69,15 +87,17 @@ class PretrainedBlocks(PretrainedRope):
             channels.reset_parameters()
         ropes = [module.get_submodule(name) for name in self.rope_names]
         if not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
-            for name, values in self.compute_start(module).items():
-                init.copy_(getattr(self.rotary.encoding, name), values.to(getattr(self.rotary.encoding, name)))
+            for group in self.orders:
+                encoding = self.get_submodule(group).encoding
+                for name, values in self.compute_start(module, group).items():
+                    init.copy_(getattr(encoding, name), values.to(getattr(encoding, name)))
 
-    def compute_start(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Parameters with which the encoding rotates the planes as the pretrained model does."""
-        encoding, layer_frequencies = self.rotary.encoding, []
+    def compute_start(self, module: nn.Module, name: str) -> dict[str, torch.Tensor]:
+        """Parameters with which a rotation turns the planes as the pretrained model does."""
+        encoding, order, layer_frequencies = self.get_submodule(name).encoding, list(self.orders[name]), []
         every_axis = torch.arange(encoding.num_axes).unsqueeze(-1)  # (A, 1)
-        for layer in self.layers[: encoding.layers]:
-            planes, order = self.layouts[self.layout_of_layer[layer]], list(self.planes)
+        for layer in [layer for layer in self.layers if self.rows[layer][0] == name][: encoding.layers]:
+            planes = self.layouts[self.layout_of_layer[layer]]
             serves = planes.axes.cpu()[order] == every_axis  # (A, planes)
             rope = module.get_submodule(planes.layout.rope_name)
             layer_frequencies.append(serves * planes.read_frequencies(rope).cpu()[order])
@@ -91,11 +111,13 @@ class PretrainedBlocks(PretrainedRope):
         tokens = math.prod(states.shape[min(1, states.ndim - 2) : -1])
         prefix = tokens - coordinates.shape[-2]
         # Coordinates move to the generators, unless these are offloaded and move to the coordinates.
-        device = next(self.rotary.parameters()).device
+        name, row = self.rows[layer]
+        rotary = self.get_submodule(name)
+        device = next(rotary.parameters()).device
         coordinates = coordinates if device.type == "meta" else coordinates.to(device)
         # (…, prefix + N, A)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
-        rotations = self.rotary.encoding(positions, product_dtype(states), self.place[layer])
+        rotations = rotary.encoding(positions, product_dtype(states), row)
         return TokensRotation(next(iter(rotations)), samples, tokens)
 
     def rotate(self, rotation: TokensRotation, layer: int, name: str, states: torch.Tensor) -> torch.Tensor:
@@ -106,7 +128,8 @@ class PretrainedBlocks(PretrainedRope):
         if len(taken) == 2 and taken[0].shape == taken[1].shape:
             rotated = rotate_pair(moved, *taken)
         else:
-            rotated = [rotate_one(moved, x, self.rotary.num_key_value_heads) for x in taken]
+            key_heads = self.get_submodule(self.rows[layer][0]).num_key_value_heads
+            rotated = [rotate_one(moved, x, key_heads) for x in taken]
         return channels.put(list(rotated), others, states)
 
 
@@ -115,7 +138,7 @@ def _require_equal_start(tower: RopeTower, layers: list[int]) -> None:
     starts = {}
     for layer in layers:
         layout, rope = tower.layouts[layer], tower.rope(layer)
-        values = rope._buffers[layout.buffer]
+        values = read_frequencies(rope, layout.buffer)
         kept = (layout.buffer, layout.factor, None if values.is_meta else tuple(values.flatten().tolist()))
         starts[kept] = layout.buffer
     if len(starts) > 1:
@@ -123,19 +146,3 @@ def _require_equal_start(tower: RopeTower, layers: list[int]) -> None:
             f"share_layers=True: the attention layers of {tower.label} rotate with different frequencies, "
             f"{sorted(starts.values())}."
         )
-
-
-def _require_common_heads(tower: RopeTower, found: dict[int, list[StateMaker]]) -> tuple[int, int]:
-    """
-    Numbers of query and key heads.
-
-    Raises:
-        ValueError: if layers have different ones.
-    """
-    heads = {tuple(count for maker in makers for count in maker.heads) for makers in found.values()}
-    if len(heads) > 1:
-        raise ValueError(
-            f"The layers of {tower.label} have different numbers of heads, {sorted(heads)}; name equal ones."
-        )
-    query_heads, key_heads = heads.pop()
-    return query_heads, key_heads

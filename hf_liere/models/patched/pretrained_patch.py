@@ -17,7 +17,7 @@ from torch import nn
 
 from ..encoding.encoding_traits import rotary_traits
 from .attention_probe import Probe
-from .coordinate_probe import changes_frequencies, split_cos_sin
+from .coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
 from .module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
 from .pretrained_blocks import PretrainedBlocks
 from .pretrained_rope import PretrainedPlanes
@@ -95,10 +95,10 @@ class RopePatch(TowerPatch[RopeTower]):
 
 def read_start(module: nn.Module, layout: RopeLayout) -> torch.Tensor:
     """The frequencies that a rotary module of a tower has at the start, in the order of its buffer."""
-    buffers = module.get_submodule(layout.rope_name)._buffers
+    rope = module.get_submodule(layout.rope_name)
     # Types that compute other frequencies for longer inputs keep the first ones.
-    start = buffers.get(layout.buffer.replace("inv_freq", "original_inv_freq"))
-    return buffers[layout.buffer] if start is None else start
+    start = layout.buffer.replace("inv_freq", "original_inv_freq")
+    return read_frequencies(rope, layout.buffer if rope._buffers.get(start) is None else start)
 
 
 def _round_to_digits(values: list[float]) -> tuple[float, ...]:

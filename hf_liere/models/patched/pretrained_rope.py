@@ -3,6 +3,7 @@ Learned rotations inside models with RoPE, starting at the pretrained rotation e
 planes that rotate with the pretrained frequencies ω. `pretrained_patch` attaches them.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ from transformers import initialization as init
 
 from ..encoding.rotary_encoding import LearnedRotations
 from ..rotation.rotation import TokenRotation
-from .coordinate_probe import CoordinateProbe
+from .coordinate_probe import CoordinateProbe, read_frequencies
 from .rope_layout import RopeLayout, RopeTower
 
 
@@ -51,8 +52,7 @@ class RopePlanes(nn.Module):
 
     def read_frequencies(self, rope: nn.Module) -> torch.Tensor:
         """(planes,) pretrained frequencies, in float32 as rotary modules read them, or float64."""
-        values = rope._buffers[self.layout.buffer]
-        values = values.to(self.frequencies.device, torch.promote_types(values.dtype, torch.float32))
+        values = read_frequencies(rope, self.layout.buffer, self.frequencies.device)
         return values.flatten().index_select(0, self.frequencies)  # (planes,)
 
     def forward(self, coordinates: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> PositionEmbeddings:
@@ -98,6 +98,13 @@ class PretrainedRope(LearnedRotations):
         self.may_differ = bool(tower.others)
         self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
         self.probes = nn.ModuleList(CoordinateProbe(tower.module.get_submodule(name)) for name in self.rope_names)
+
+    def name_groups(self, name: str, shape_of: Callable[[int], Hashable]) -> list[tuple[str, list[int]]]:
+        """The layers that learn, by groups of one shape, with names for their parameters; the first one is `name`."""
+        groups: dict[Hashable, list[int]] = {}
+        for layer in self.layers:
+            groups.setdefault(shape_of(layer), []).append(layer)
+        return [(f"{name}_{number}" if number else name, members) for number, members in enumerate(groups.values())]
 
     def find_layout(self, rope_name: str, layer_type: str | None) -> int:
         """The index in `layouts` of what a rotary module computes for a type of layers."""
@@ -172,27 +179,29 @@ class PretrainedPlanes(PretrainedRope):
     RoPE with learned frequencies in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
 
     Attributes:
-        log_factors: (layers or 1, planes), the δ.
+        log_factors: (layers or 1, planes), the δ. Layers of other widths, in the order of their first layer, have
+            `log_factors_1`, `log_factors_2` and so on.
+        rows: By attention module that learns or reads the keys of one that does, the name and the row of its factors.
     """
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)
         if config.block_size not in (None, 2):
             raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
-        counts = {tower.layouts[layer].num_planes for layer in self.place}
-        if len(counts) > 1:
-            raise ValueError(
-                f"The attention layers of {tower.label} have different numbers of planes, {sorted(counts)}; name "
-                f"equal ones in layers: {[layout.num_planes for layout in tower.layouts]}."
-            )
-        self.log_factors = self.new_parameter(1 if config.share_layers else len(layers), counts.pop())
+        self.rows: dict[int, tuple[str, int]] = {}
+        for name, members in self.name_groups("log_factors", lambda layer: tower.layouts[layer].num_planes):
+            count = tower.layouts[members[0]].num_planes
+            setattr(self, name, self.new_parameter(1 if config.share_layers else len(members), count))
+            self.rows |= {layer: (name, 0 if config.share_layers else row) for row, layer in enumerate(members)}
+        self.rows |= {layer: self.rows[layers[place]] for layer, place in self.place.items()}
         self.reset_parameters(tower.module)
 
     @torch.no_grad()
     def reset_parameters(self, module: nn.Module) -> None:
         super().reset_parameters(module)
-        init.zeros_(self.log_factors)
+        for factors in self.parameters():
+            init.zeros_(factors)
 
     def scale_frequencies(self, layer: int, frequencies: torch.Tensor) -> torch.Tensor:
-        rank = 0 if self.config.share_layers else self.place[layer]
-        return frequencies * self.log_factors[rank].to(frequencies.device).exp()
+        name, row = self.rows[layer]
+        return frequencies * getattr(self, name)[row].to(frequencies.device).exp()

@@ -21,6 +21,7 @@ from .coordinate_probe import (
     CoordinateProbe,
     find_positions,
     frequency_buffers,
+    read_frequencies,
     replace_frequencies,
     split_cos_sin,
 )
@@ -351,12 +352,12 @@ def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type
         arguments, found = find_positions(rope, options, refusal)
         coordinates = found.flatten(0, -2)  # (N, D)
 
-        def compute_cos_sin(value, neutral_factor=False):
-            changed = replace_frequencies(rope, value, neutral_factor)
+        def compute_cos_sin(changed):
             cos, sin = split_cos_sin(type(changed).forward(changed, *arguments, **options))
             return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
 
-        _, sin = compute_cos_sin(lambda values: _count_from(1, values.shape).mul(UNIT), neutral_factor=True)
+        counted = replace_frequencies(rope, lambda values: _count_from(1, values.shape).mul(UNIT), neutral_factor=True)
+        _, sin = compute_cos_sin(counted)
         token = coordinates.abs().argmax(0, keepdim=True)  # (1, D)
         numbers = (sin / UNIT).gather(0, token) / coordinates.gather(0, token)
         numbers = numbers.round().long().squeeze(0) - 1  # (D,)
@@ -366,8 +367,9 @@ def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type
         unchanged = replace_frequencies(rope, lambda values: values)
         output = type(unchanged).forward(unchanged, *arguments, **options)
         factor = float(split_cos_sin(output)[0].flatten()[0])
-        found_cos, found_sin = compute_cos_sin(lambda values: _count_from(2, values.shape).rsqrt())
-        angles = coordinates * _count_from(2, (count,)).rsqrt()[numbers]  # (N, D)
+        changed = replace_frequencies(rope, lambda values: _count_from(2, values.shape).rsqrt())
+        found_cos, found_sin = compute_cos_sin(changed)
+        angles = coordinates * read_frequencies(changed, buffer).flatten()[numbers]  # (N, D)
         expected = (angles.cos() * factor, angles.sin() * factor)
         # The operations are the same, but a processor may round differently at the end of a row.
         if any((x - y).abs().max() > 1e-6 for x, y in zip((found_cos, found_sin), expected)):

@@ -81,22 +81,6 @@ def find_key_sources(tower: RopeTower) -> dict[int, int]:
     return shared.sources
 
 
-def find_pairs_of_layers(tower: RopeTower, layers: list[int]) -> dict[int, Pairs]:
-    """
-    [`find_pairs`] of these attention modules, and of those that read their keys.
-
-    Raises:
-        ValueError: if they cannot be called, or do not rotate as many planes by the same axes.
-    """
-    rotating = [layer for layer in range(len(tower.attentions)) if tower.sources.get(layer, layer) in layers]
-    if len({tower.layouts[layer].axes_of_planes for layer in rotating}) > 1:
-        raise ValueError(
-            f"The attention layers of {tower.label} rotate different planes, but blocks need as many planes of every "
-            "axis in all layers; name equal ones in layers."
-        )
-    return {layer: find_pairs(Probe.of(tower, layer)) for layer in rotating}
-
-
 class WatchedPair(tuple):
     """A pair of cos and sin that records whether it was read."""
 
