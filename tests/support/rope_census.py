@@ -250,9 +250,9 @@ def run_patched(model: nn.Module, inputs: dict, config: RotaryPatchConfig) -> di
     these that is not zero in every layer, and whether cached steps are those of a full pass, after a step of training.
     """
     found: dict = {}
-    # With gradients, because some functions round differently without.
-    expected = [value.detach() for value in outputs(model, inputs)]
     patched = copy.deepcopy(model)
+    # With gradients, because some functions round differently without; of a copy, because some modules keep states.
+    expected = [value.detach() for value in outputs(copy.deepcopy(model), inputs)]
     try:
         patch(patched, config)
         start = outputs(patched, inputs)
@@ -282,7 +282,7 @@ def has_gradients(tower: nn.Module) -> Iterator[bool]:
     """By parameter, whether the gradient of every layer differs from zero."""
     for name, value in tower.rotary_encoding.named_parameters():
         # (layers, planes), or (A, layers, …) of blocks
-        layer_dim = 0 if name.endswith("log_factors") else 1
+        layer_dim = 0 if "log_factors" in name else 1
         rows = None if value.grad is None else value.grad.movedim(layer_dim, 0).flatten(1)  # (layers, …)
         yield rows is not None and bool(rows.any(1).all())
 

@@ -101,7 +101,14 @@ def _shrink_table(table: dict, kept: tuple[int, list[int]] | None) -> dict:
     """A table by layer keeps the layers that stay."""
     if kept is None or not table or not all(str(key).isdecimal() for key in table):
         return table
-    return {kept[1].index(int(key)): value for key, value in table.items() if int(key) in kept[1]}
+    rows = {kept[1].index(int(key)): value for key, value in table.items() if int(key) in kept[1]}
+    return {key: _shrink_row(row) if isinstance(row, dict) else row for key, row in rows.items()}
+
+
+def _shrink_row(row: dict) -> dict:
+    """What one layer has instead of the common sizes: twice the common width of heads."""
+    changed = {name: _shrink_value(name, value, row, None, False) for name, value in row.items()}
+    return changed | ({"head_dim": 2 * HEAD_DIM} if "head_dim" in row else {})
 
 
 def _shrink_value(
@@ -110,6 +117,8 @@ def _shrink_value(
     if isinstance(value, dict) and name != "rope_parameters":
         is_config = name.endswith("config") and name != "per_layer_config"
         return _shrink_fields(value, sections) if is_config else _shrink_table(value, kept)
+    if name == "block_types":
+        return list(dict.fromkeys(value))
     if isinstance(value, list) and kept and len(value) == kept[0]:
         return [value[layer] for layer in kept[1]]
     if KEY_HEADS.fullmatch(name) and type(value) is int:
@@ -126,6 +135,9 @@ def _choose_layers(fields: dict[str, Any]) -> tuple[int, list[int]] | None:
     if not count:
         return None
     kinds = next((fields[n] for n in ("layer_types", "layers_block_type") if isinstance(fields.get(n), list)), [])
+    if isinstance(fields.get("block_types"), list):
+        # They repeat.
+        kinds = [fields["block_types"][layer % len(fields["block_types"])] for layer in range(count)]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if len(kinds) == count else []
     kept = {*firsts, *range(min(2, count))} if len(firsts) < 2 else set(firsts)
     if fields.get("num_kv_shared_layers"):
@@ -156,6 +168,9 @@ def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], sections: bool) -
     share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     width = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     width = width or fields.get("hidden_size", WIDTH) // fields.get("num_attention_heads", HEADS)
+    if "partial_rotary_factor" in rope and int(width * share) % 4:
+        # A block contains two planes.
+        rope = {**rope, "partial_rotary_factor": (share := math.ceil(width * share / 4) * 4 / width)}
     planes = int(width * share) // 2
     changed = {**({"mrope_section": [1, 1, 1]} if sections else {}), **rope}
     for name in ("short_factor", "long_factor"):

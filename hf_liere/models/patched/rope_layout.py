@@ -133,7 +133,8 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     if target is not None and target not in towers:
         raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(towers)}.")
     served = _find_served(modules, towers)
-    chosen = towers if target is None else [target]
+    # Cos and sin that no attention module takes rotate something else, as embeddings of time do.
+    chosen = [tower for tower in towers if served[tower]] or list(towers) if target is None else [target]
     _refuse_common_weights(modules, served, chosen)
     return [_make_tower(modules, tower, sum(towers[tower].values(), []), served[tower]) for tower in chosen]
 
@@ -212,11 +213,11 @@ def _find_users(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 def _refuse_common_weights(
     modules: dict[str, nn.Module], served: dict[str, dict[str, list[str]]], chosen: Collection[str]
 ) -> None:
-    """Towers that share weights read each other's keys, as decoders do that attend to cached inputs."""
+    """Towers with a cache that share weights read each other's keys, as decoders do that attend to cached inputs."""
     first_with: dict[nn.Parameter, tuple[str, str]] = {}
     for owner, attentions in served.items():
         for name in attentions:
-            for parameter in modules[name].parameters():
+            for parameter in modules[name].parameters() if takes(modules[name], "past_key_values") else ():
                 other_owner, other = first_with.setdefault(parameter, (owner, name))
                 if other_owner != owner and (other_owner in chosen or owner in chosen):
                     raise ValueError(
