@@ -227,6 +227,9 @@ def propose_inputs(model: nn.Module) -> Iterator[dict]:
     features = torch.randn(2, 40, mels, generator=generator)
     yield {"input_features": features}
     yield {"input_features": features, "decoder_input_ids": ids[:, :6]}
+    # Four frames after a stride of two for every token.
+    mels = getattr(getattr(model.config, "audio_config", None), "num_mel_bins", 80)
+    yield {"input_ids": ids, "input_features": torch.randn(2, mels, 8 * 11, generator=generator)}
 
 
 def outputs(model: nn.Module, inputs: dict) -> list[torch.Tensor]:

@@ -86,6 +86,9 @@ def _shrink_fields(fields: dict[str, Any], sections: bool) -> dict[str, Any]:
             changed[name] = 2
     if fields.get("num_kv_shared_layers") and kept:
         changed["num_kv_shared_layers"] = len(kept[1]) // 2
+    if (fields.get("head_dim") or 0) > (fields.get("qk_rope_head_dim") or math.inf):
+        # The width with the channels that do not rotate.
+        changed["head_dim"] = 2 * HEAD_DIM
     if isinstance(fields.get("rope_parameters"), dict):
         changed["rope_parameters"] = _shrink_rope(fields["rope_parameters"], changed, sections)
     return changed
