@@ -213,6 +213,10 @@ def propose_inputs(model: nn.Module) -> Iterator[dict]:
             values = torch.randn(28, 3 * frames * patch_size**2, generator=generator)
             yield {patches: values, "grid_thw": grids}
         return
+    if "context_hidden_states" in forward_arguments(model):
+        width, layers = model.config.hidden_size, len(model.config.target_layer_ids)
+        states = (torch.randn(2, 5, size, generator=generator) for size in (width, width * layers))
+        yield dict(zip(("noise_embeds", "context_hidden_states"), states))
     ids = torch.randint(3, 60, (2, 11), generator=generator)
     if getattr(model.config, "is_encoder_decoder", False):
         yield {"input_ids": ids, "decoder_input_ids": ids[:, :6]}
@@ -227,6 +231,7 @@ def propose_inputs(model: nn.Module) -> Iterator[dict]:
     features = torch.randn(2, 40, mels, generator=generator)
     yield {"input_features": features}
     yield {"input_features": features, "decoder_input_ids": ids[:, :6]}
+    yield {"input_ids": ids, "input_values": torch.randn(2, 1, 15_360, generator=generator)}
     # Four frames after a stride of two for every token.
     mels = getattr(getattr(model.config, "audio_config", None), "num_mel_bins", 80)
     yield {"input_ids": ids, "input_features": torch.randn(2, mels, 8 * 11, generator=generator)}

@@ -120,6 +120,9 @@ def _shrink_value(
     if isinstance(value, dict) and name != "rope_parameters":
         is_config = name.endswith("config") and name != "per_layer_config"
         return _shrink_fields(value, sections) if is_config else _shrink_table(value, kept)
+    if name == "architecture":
+        # Of a vision tower of timm.
+        return value.replace("large_patch14_336", "tiny_patch16_384")
     if name == "block_types":
         return list(dict.fromkeys(value))
     if isinstance(value, list) and kept and len(value) == kept[0]:

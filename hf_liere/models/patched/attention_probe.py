@@ -20,15 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import AttentionInterface
 
 from .coordinate_probe import find_positions
-from .module_inspection import (
-    View,
-    device_of,
-    find_indexers,
-    forward_arguments,
-    is_rotation,
-    required_arguments,
-    takes,
-)
+from .module_inspection import View, device_of, find_indexers, forward_arguments, is_rotation, required_arguments, takes
 from .rope_layout import RopeTower
 
 
@@ -141,15 +133,11 @@ class Probe:
         Args:
             cos_sin: Whether a rotary module inside returns `position_embeddings`, not its own output.
         """
-        attention = self.filled if self.is_meta else self.attention
         if self.form is None:
             # Trials that fail would confuse what replaces outputs.
-            forms = propose_forms(attention, self.coordinates)
-            given = (attention, position_embeddings, shared, None, cos_sin)
+            forms, given = propose_forms(self.attention, self.coordinates), (position_embeddings, shared, None, cos_sin)
             self.form = next((form for form in forms if self._call(form, *given) is not None), None)
-        captured = None
-        if self.form is not None:
-            captured = self._call(self.form, attention, position_embeddings, shared, replace, cos_sin)
+        captured = self.form and self._call(self.form, position_embeddings, shared, replace, cos_sin)
         if captured is None:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
         return captured
@@ -157,13 +145,12 @@ class Probe:
     def _call(
         self,
         form: "Form",
-        attention: nn.Module,
         position_embeddings,
         shared: "SharedStates | None",
         replace: "Replacement | None",
         cos_sin: bool,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        handles = []
+        handles, attention = [], self.filled if self.is_meta else self.attention
         if replace is not None:
             for name, module in attention.named_modules():
                 if name and name != self.inner_rope:
@@ -182,7 +169,8 @@ class Probe:
 
     def has_other_keys(self) -> bool:
         """Whether keys may belong to other tokens than queries, or be rotated by other cos and sin."""
-        if sum(map(is_rotation, forward_arguments(self.attention))) > 1:
+        is_empty = self.form is not None and self.form.key_repeats == 0
+        if is_empty or sum(map(is_rotation, forward_arguments(self.attention))) > 1:
             return True
         if not takes(self.attention, "key"):
             return False
@@ -202,11 +190,8 @@ class Probe:
         """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
         # cos and sin of 0, then of π/2
-        plain, rotated = self.capture(ones, zeros, None, replace), self.capture(zeros, ones, None, replace)
-        return (
-            (plain[0].flatten(0, -2), plain[1].flatten(0, -2)),
-            (rotated[0].flatten(0, -2), rotated[1].flatten(0, -2)),
-        )
+        (q, k), (rq, rk) = self.capture(ones, zeros, None, replace), self.capture(zeros, ones, None, replace)
+        return (q.flatten(0, -2), k.flatten(0, -2)), (rq.flatten(0, -2), rk.flatten(0, -2))
 
     @functools.cached_property
     @torch.no_grad()
@@ -323,7 +308,7 @@ class Form:
         implementation: Of attention: the interface of transformers, or the function of PyTorch.
         width: That of the hidden states.
         key_width: That of the states of which keys and values are made, where these are arguments.
-        key_repeats: How many tokens of keys there are for one of queries.
+        key_repeats: How many tokens of keys, or of states before those of queries, there are for one of queries.
         batch: Dimensions before tokens: of one sample, of none (packed tokens), or of one sample and one row of a grid.
         counter: Name of an argument that is 1, where attention needs another count than its default.
     """
@@ -340,9 +325,12 @@ def propose_forms(attention: nn.Module, coordinates: torch.Tensor) -> Iterator[F
     widths = dict.fromkeys(module.in_features for module in attention.modules() if hasattr(module, "in_features"))
     batches = [(), (1,), (1, 1)] if coordinates.ndim == 2 else [(1,), (1, 1)]
     counters = [None, *(name for name, each in forward_arguments(attention).items() if type(each.default) is int)]
-    for counter, name, width, batch in itertools.product(counters, (CAPTURE_ATTENTION, "sdpa"), widths, batches):
+    has_context = any(name.endswith("_states") for name in required_arguments(attention))
+    for repeats, counter, name, width, batch in itertools.product(
+        (1, 0) if has_context else (1,), counters, (CAPTURE_ATTENTION, "sdpa"), widths, batches
+    ):
         for key_width in widths if takes(attention, "key") else [width]:
-            yield Form(name, width, key_width, batch, counter)
+            yield Form(name, width, key_width, batch, counter, repeats)
 
 
 def _call_attention(
@@ -399,8 +387,8 @@ def call_module(
         )  # 2 × (…, N, width)
         options |= {name: keys for name in ("key", "value") if takes(module, name)}
         for name in required_arguments(module):
-            # Those of an encoder, and no mask.
-            options.setdefault(name, states if name.endswith("_states") else None)
+            # Those of an encoder or of tokens before, and no mask.
+            options.setdefault(name, keys if name.endswith("_states") else None)
         config = getattr(module, "config", None)
         if config is None:
             return module(states, **options)
