@@ -97,8 +97,14 @@ def stored_parameters(model: nn.Module, adapter: str | None = None) -> dict[str,
             name = adapter or next(iter(encoding.active_adapters), "")
             encoding = copies[name] if name in copies else encoding.original_module
         for name, parameter in encoding.named_parameters():
-            found[f"{index}.{name.rpartition('.')[2]}"] = parameter
+            found[f"{index}.{_shorten(name)}"] = parameter
     return found
+
+
+def _shorten(name: str) -> str:
+    """The name of a parameter without those of the modules around, but for layers of another shape (`rotary_1`)."""
+    *around, last = name.split(".")
+    return ".".join([*(part for part in around if part.startswith("rotary_")), last])
 
 
 # The copy of the code in checkpoints does not contain the writer.
@@ -282,7 +288,7 @@ def _agree(found: object, saved: object) -> bool:
 def _load_encoding(index: int, planned: TowerPlan, tensors: dict, source: str | Path) -> nn.Module:
     encoding = planned.build_encoding()
     for full_name, parameter in encoding.named_parameters():
-        name = full_name.rpartition(".")[2]
+        name = _shorten(full_name)
         saved = tensors.pop(f"{index}.{name}", None)
         if saved is not None and not (saved.is_floating_point() and saved.isfinite().all()):
             raise ValueError(f"{source} contains values of {name} that are not finite: nothing was loaded.")

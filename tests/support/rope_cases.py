@@ -300,8 +300,9 @@ class MemoryAttention(nn.Module):
 
 # Families that rotate in another form than those above: complex numbers, rotary modules in every layer or inside
 # attention modules, several ones, other frequencies for longer inputs, norms after the rotation, heads of keys that all
-# queries share, one projection for queries, keys and values of each head in turn.
+# queries share, one projection for queries, keys and values of each head in turn, other angles of class tokens.
 FAMILIES = {
+    "mlcd": Case(model("MLCDVisionConfig", "MLCDVisionModel", **IMAGE), images, ("",), prefix=1),
     "llama4": language("Llama4", "Llama4Text", rotating_layers=3, **{**TEXT, **HEADS, **LLAMA4}),
     "deepseek_v2": language("DeepseekV2", **LATENT, **EXPERTS),
     "deepseek_v3": language("DeepseekV3", **LATENT, **EXPERTS),
@@ -335,6 +336,13 @@ FAMILIES = {
 }
 if not hasattr(transformers, "Molmo2TextModel"):
     del FAMILIES["molmo2"]
+if hasattr(transformers, "DeepseekV32ForCausalLM"):
+    # An indexer chooses the tokens that attention reads.
+    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
+    FAMILIES["deepseek_v32"] = language("DeepseekV32", **LATENT, **EXPERTS, **indexer)
+if "gemma4" in CASES:
+    # Heads of two widths.
+    FAMILIES["gemma4_wide"] = language("Gemma4", "Gemma4Text", **SHARED_KEYS, global_head_dim=32, **GEMMA_ROPE)
 if hasattr(transformers, "Lfm3ForCausalLM"):
     # One layer is a convolution.
     plain = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}

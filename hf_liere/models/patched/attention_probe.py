@@ -137,7 +137,7 @@ class Probe:
             # Trials that fail would confuse what replaces outputs.
             forms, given = propose_forms(self.attention, self.coordinates), (position_embeddings, shared, None, cos_sin)
             self.form = next((form for form in forms if self._call(form, *given) is not None), None)
-        captured = self.form and self._call(self.form, position_embeddings, shared, replace, cos_sin)
+        captured = None if self.form is None else self._call(self.form, position_embeddings, shared, replace, cos_sin)
         if captured is None:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
         return captured

@@ -20,7 +20,7 @@ from .attention_probe import Probe
 from .coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
 from .module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
 from .pretrained_blocks import PretrainedBlocks
-from .pretrained_rope import PretrainedPlanes
+from .pretrained_rope import NO_COS, PretrainedPlanes
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
 from .rope_pairs import choose_rotating_layers, find_key_sources
 from .tower_patch import OutputHooks, TowerPatch, TowerPlan, detach, thread
@@ -213,7 +213,8 @@ def prepare_layer(
     for name in carriers:
         layout, dtype, coordinates = _read_carrier(tower, layer, options[name])
         rope = tower.get_submodule(tower.rotary_encoding.layouts[layout].layout.rope_name)
-        options[name], rotation = tower.rotary_encoding(layer, layout, dtype, coordinates, rope, states)
+        computed, rotation = tower.rotary_encoding(layer, layout, dtype, coordinates, rope, states)
+        options[name] = keep_prefix(options[name], computed) if tower.rotary_encoding.has_prefix else computed
         if has_indexer:
             planes = tower.rotary_encoding.layouts[layout]
             thread.pretrained = planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), dtype)
@@ -222,6 +223,12 @@ def prepare_layer(
             thread.rotation = (layer, rotation)
     positional = names[: len(args)]
     return tuple(options.pop(name) for name in positional), options
+
+
+def keep_prefix(carrier, computed):
+    """The computed cos and sin, (…, N, D) each, but those that the tower itself computed for tokens before others."""
+    from_rope = carrier[0] == NO_COS
+    return tuple(torch.where(from_rope, new, given.to(new.dtype)) for new, given in zip(computed, carrier))
 
 
 def pass_pretrained(indexer: nn.Module, args, kwargs):
@@ -243,6 +250,9 @@ def _read_carrier(tower: nn.Module, layer: int, carrier) -> tuple[int, torch.dty
     else:
         cos, coordinates = carrier
         found, dtype = cos.shape[-1] - 1, cos.dtype
+        if encoding.has_prefix:
+            channels = encoding.layouts[layout].axis_channels.to(cos.device)
+            found, coordinates = layout, coordinates.index_select(-1, channels).where(cos[..., :1] == NO_COS, 0)
     if coordinates.shape[-1] != own.num_axes or coordinates.dtype != torch.float32:
         raise RuntimeError(
             f"{own.rope_name} returned float32 coordinates of {own.num_axes} axes, but attention layer {layer} got "

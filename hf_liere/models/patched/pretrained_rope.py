@@ -17,6 +17,8 @@ from .coordinate_probe import CoordinateProbe, read_frequencies
 from .rope_layout import RopeLayout, RopeTower
 
 
+# Larger than any cos, with or without a factor.
+NO_COS = 1024.0
 # (…, N, D) cos and sin, or cos + i sin.
 PositionEmbeddings: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 
@@ -95,7 +97,7 @@ class PretrainedRope(LearnedRotations):
         distinct = tower.distinct_layouts
         self.layouts = nn.ModuleList(RopePlanes(layout) for layout in distinct)
         self.layout_of_layer = [distinct.index(layout) for layout in tower.layouts]
-        self.may_differ = bool(tower.others)
+        self.may_differ, self.has_prefix = bool(tower.others), tower.has_prefix
         self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
         self.probes = nn.ModuleList(CoordinateProbe(tower.module.get_submodule(name)) for name in self.rope_names)
 
@@ -123,10 +125,15 @@ class PretrainedRope(LearnedRotations):
     def make_carrier(self, layout: int, dtype: torch.dtype, coordinates: torch.Tensor) -> PositionEmbeddings:
         """
         What goes to attention instead of cos and sin of this dtype: (…, N, A) coordinates for sin, and for cos as many
-        channels as tell the index of the layout; coordinates alone for cos + i sin.
+        channels as tell the index of the layout; coordinates alone for cos + i sin. In towers that put other cos and
+        sin before them, both have all channels, and cos is one that no angle has.
         """
-        if self.layouts[layout].layout.is_complex:
+        planes = self.layouts[layout].layout
+        if planes.is_complex:
             return coordinates
+        if self.has_prefix:
+            wide = coordinates[..., list(planes.axes)]  # (…, N, D)
+            return torch.full_like(wide, NO_COS, dtype=dtype), wide
         return coordinates[..., :1].to(dtype).expand(*coordinates.shape[:-1], layout + 1), coordinates
 
     def forward(

@@ -86,6 +86,7 @@ class RopeTower(AttentionTower):
         others: Layouts of the same channels that an attention module may get instead of its own.
         unrotated: Indices of attention modules of a type that the rotary module has no frequencies for; in `layouts`,
             they have the layout of another type.
+        has_prefix: Whether the module puts cos and sin that it computes for class tokens before the rotary module's.
         sources: By index of an attention module that reads the keys of another one, the index of that one.
         probes: By index of an attention module, what is known from calling it.
     """
@@ -93,6 +94,7 @@ class RopeTower(AttentionTower):
     layouts: list[RopeLayout]
     others: tuple[RopeLayout, ...] = ()
     unrotated: frozenset[int] = frozenset()
+    has_prefix: bool = False
     sources: dict[int, int] = field(default_factory=dict)
     probes: dict[int, Any] = field(default_factory=dict)
 
@@ -241,7 +243,8 @@ def _make_tower(modules: dict[str, nn.Module], owner: str, ropes: list[str], ser
             f"{unused[0]} ({type(modules[unused[0]]).__name__}) computes rotations, but no module in {tower.label} "
             "takes them as position_embeddings: how they are applied is unknown."
         )
-    if {"cos", "sin"} <= set(names_in_forward(module)):
+    tower.has_prefix = {"cos", "sin", "cat"} <= set(names_in_forward(module))
+    if {"cos", "sin"} <= set(names_in_forward(module)) and not tower.has_prefix:
         raise ValueError(
             f"{tower.label} computes cos and sin in its forward pass, beside those of {ropes[0]}: its rotations do not "
             "follow from coordinates and frequencies alone."

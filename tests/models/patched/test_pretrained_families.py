@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from patching_cases import same_bits
+from patching_cases import randomize, same_bits
 from patching_checks import check_adapters, check_cached_steps, check_unpatched, close_to_start
 from rope_cases import FAMILIES, PLANES, blocks, build, check_relative, find_case, outputs
 from slow_cases import slow_except
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_liere import RotaryPatchConfig, patch, rotary_parameters
+from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
 
 
 CONFIGS = {"planes": PLANES, "blocks": blocks()}
@@ -23,7 +24,8 @@ WITHOUT_BLOCKS = {
 RUNS = [(name, kind) for name in FAMILIES for kind in CONFIGS if kind == "planes" or name not in WITHOUT_BLOCKS]
 # Memories have tokens without a position, dynamic frequencies follow from the largest one, and blocks of two axes
 # depend on more than differences.
-ABSOLUTE = {("sam2_video", "planes"), ("edgetam_video", "planes"), ("llama_dynamic", "planes"), ("sam3", "blocks")}
+ABSOLUTE = {("sam2_video", "planes"), ("edgetam_video", "planes"), ("llama_dynamic", "planes")}
+ABSOLUTE |= {("sam3", "blocks"), ("mlcd", "blocks")}
 RELATIVE = [run for run in RUNS if run not in ABSOLUTE]
 
 
@@ -48,7 +50,7 @@ def test_start_training_and_unpatching(name, kind):
     patch(model, CONFIGS[kind])
     if kind == "planes":
         assert same_bits(outputs(model, inputs), expected)
-        assert [value.shape[0] for _, value in rotary_parameters(model)] == [case.rotating_layers] * len(case.towers)
+        assert sum(len(value) for _, value in rotary_parameters(model)) == case.rotating_layers * len(case.towers)
     close_to_start(outputs(model, inputs), expected)
     take_step(model, inputs)
     trained = outputs(model, inputs)
@@ -99,3 +101,66 @@ def test_frequencies_that_change_with_the_length(name, length):
     patched = patch(build(name)[0], PLANES)
     for given in (inputs, short, inputs):
         assert same_bits(outputs(patched, given), outputs(model, given))
+
+
+@pytest.mark.skipif("deepseek_v32" not in FAMILIES, reason="transformers has no DeepSeek 3.2")
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_indexers_get_the_pretrained_cos_and_sin(kind):
+    model, inputs = build("deepseek_v32")
+    given = []
+    for layer in model.model.layers:
+        layer.self_attn.indexer.register_forward_hook(lambda module, args, output: given.append(args[2]))
+    expected = outputs(model, inputs)
+    randomize(patch(model, CONFIGS[kind]))
+    assert not same_bits(outputs(model, inputs), expected)
+    # Both runs, and what `patch` called in between.
+    assert all(same_bits(pair, other) for pair, other in zip(given[:2], given[-2:]))
+
+
+class ScaledRotary(LlamaRotaryEmbedding):
+    """LeRoPE: planes rotate with ω exp(α)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("alpha", torch.linspace(-0.5, 0.5, len(self.inv_freq)))
+
+    def factors(self):
+        return self.alpha.exp()
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].float() * (self.inv_freq * self.factors())
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class LinearlyScaledRotary(ScaledRotary):
+    def factors(self):
+        return 1 + self.alpha
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_frequencies_with_factors_that_the_model_has_learned(kind):
+    model, inputs = build("llama")
+    model.model.rotary_emb = ScaledRotary(model.config)
+    expected = outputs(model, inputs)
+    patch(model, CONFIGS[kind])
+    assert kind == "blocks" or same_bits(outputs(model, inputs), expected)
+    close_to_start(outputs(model, inputs), expected)
+    unpatch(model)
+    model.model.rotary_emb = LinearlyScaledRotary(model.config)
+    with pytest.raises(ValueError, match="does not return the cos and sin of one coordinate times one frequency"):
+        patch(model, CONFIGS[kind])
+
+
+def test_cos_and_sin_that_no_attention_takes():
+    """As those of a time embedding, beside models that rotate."""
+
+    class Time(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("inv_freq", torch.ones(4))
+
+    whole = torch.nn.ModuleDict({"time": Time(), "text": build("llama")[0]})
+    assert [name for name, _ in rotary_parameters(patch(whole, PLANES))] == ["text.model.rotary_encoding.log_factors"]
+    with pytest.raises(ValueError, match="time.* computes rotations, but no module in .* takes them"):
+        patch(torch.nn.ModuleDict({"time": Time()}), PLANES)

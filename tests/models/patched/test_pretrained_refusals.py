@@ -31,10 +31,6 @@ class TestRefusals:
                 "CLIPVisionModel has no module with frequencies .*pass rotary_init='zeros'",
             ),
             (
-                model_of("MLCDVisionConfig", "MLCDVisionModel", **IMAGE),
-                "MLCDVisionModel computes cos and sin in its forward pass, beside those of vision_rotary_embedding",
-            ),
-            (
                 model_of("Llama4VisionConfig", "Llama4VisionModel", **IMAGE),
                 "Llama4VisionModel has no module with frequencies",
             ),
@@ -55,15 +51,26 @@ class TestRefusals:
         self.refuse(tower, "takes positions on two axes and on three, and heads have 18 channels", patch, PLANES)
 
     def test_modules_that_rotate_and_hand_on(self):
-        """As attention modules do whose indexer rotates queries and keys of its own."""
-
-        class Indexer(torch.nn.Module):
-            def forward(self, hidden_states, position_embeddings):
-                return hidden_states
-
         model, _ = build("llama")
-        model.model.layers[0].self_attn.indexer = Indexer()
-        self.refuse(model, "self_attn .LlamaAttention. rotates with cos and sin and passes them", patch, PLANES)
+
+        class Layer(type(model.model.layers[0])):
+            def forward(self, hidden_states, position_embeddings=None, **kwargs):
+                cos, sin = position_embeddings
+                return super().forward(hidden_states, position_embeddings=(cos, sin), **kwargs)
+
+        model.model.layers[0].__class__ = Layer
+        self.refuse(model, "model.layers.0 .Layer. rotates with cos and sin and passes them", patch, PLANES)
+
+    def test_towers_that_compute_cos_and_sin(self):
+        model, _ = build("llama")
+
+        class Tower(type(model.model)):
+            def forward(self, *args, **kwargs):
+                angles = torch.zeros(1)
+                return super().forward(*args, scaling=angles.cos() + angles.sin(), **kwargs)
+
+        model.model.__class__ = Tower
+        self.refuse(model, "Tower. computes cos and sin in its forward pass, beside those of", patch, PLANES)
 
     @pytest.mark.parametrize("layers", [[2], [0, 2]])
     def test_layers_that_read_the_keys_of_another(self, layers):

@@ -21,8 +21,10 @@ def test_what_was_run_starts_learns_and_generates_as_it_should():
 
 
 # Linear attention beside gated attention; convolutions beside attention; layers that get no cos and sin from the model;
-# attention to an encoder; keys of other layers; latent attention.
-SAMPLE = ["qwen3_next", "lfm3", "muse_glimmer_text", "moonshine", "gemma3n_text", "deepseek_v3"]
+# attention to an encoder; keys of other layers; heads of two widths; frequencies that the model has learned, and an
+# indexer; attention that also reads states of another model.
+SAMPLE = ["qwen3_next", "lfm3", "muse_glimmer_text", "moonshine", "gemma3n_text", "gemma4_text"]
+SAMPLE += ["mistral_large4_text", "muse_glimmer_assistant"]
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
