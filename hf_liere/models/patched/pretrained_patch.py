@@ -165,31 +165,33 @@ def refuse_blocks(tower: RopeTower) -> None:
 
 def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> None:
     """
-    Compare the queries and keys of one attention module under the model's rotation and under the one that starts there.
+    Compare the queries and keys of an attention module of every shape under the model's rotation and under the one that
+    starts there.
 
     Raises:
         ValueError: if they differ, or the attention module cannot be called alone.
     """
-    tower, layer = planned.tower, encoding.layers[0]
-    probe = Probe.of(tower, layer)
-    if probe.is_meta:
-        # A model that is constructed before its weights are loaded was checked when it was patched.
-        return
-    with torch.no_grad():
-        layout = encoding.layout_of_layer[layer]
-        coordinates = encoding.coordinates(layout, *probe.arguments, **probe.options)
-        planes = encoding.layouts[layout]
-        frequencies = planes.read_frequencies(tower.rope(layer)).to(coordinates.device)
-        before = probe.capture(*split_cos_sin(planes(coordinates, frequencies, coordinates.dtype)))
-        planned.attach(encoding)
-        try:
-            after = probe.call(encoding.make_carrier(layout, coordinates.dtype, coordinates))
-        finally:
-            detach(tower.module)
-            thread.rotation = None
-    # Less than the angle of any wrong pair, and more than the rounding of half types.
-    if any((x - y).abs().max() > 0.05 * x.abs().max() for x, y in zip(before, after)):
-        raise probe.make_error("pairs channels in another way")
+    tower = planned.tower
+    for layer in {encoding.rows[layer][0]: layer for layer in reversed(encoding.layers)}.values():
+        probe = Probe.of(tower, layer)
+        if probe.is_meta:
+            # A model that is constructed before its weights are loaded was checked when it was patched.
+            return
+        with torch.no_grad():
+            layout = encoding.layout_of_layer[layer]
+            coordinates = encoding.coordinates(layout, *probe.arguments, **probe.options)
+            planes = encoding.layouts[layout]
+            frequencies = planes.read_frequencies(tower.rope(layer)).to(coordinates.device)
+            before = probe.capture(*split_cos_sin(planes(coordinates, frequencies, coordinates.dtype)))
+            planned.attach(encoding)
+            try:
+                after = probe.call(encoding.make_carrier(layout, coordinates.dtype, coordinates))
+            finally:
+                detach(tower.module)
+                thread.rotation = None
+        # Less than the angle of any wrong pair, and more than the rounding of half types.
+        if any((x - y).abs().max() > 0.05 * x.abs().max() for x, y in zip(before, after)):
+            raise probe.make_error("pairs channels in another way")
 
 
 def replace_cos_sin(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwargs, output):
