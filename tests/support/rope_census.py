@@ -344,9 +344,9 @@ INTRODUCTION = """# Which models
 
 `patch` with `rotary_init="pretrained"` ([Learned rotations in models that already rotate](pretrained_rope.md)) was
 tried with model types of transformers {version}, in their default configurations. Of {types} model types, {built} can
-be built from it, and {rotating} of these rotate queries and keys. Of these, {planes} accept learned frequencies
-(`rope_mixed`) and {blocks} learned blocks (`liere`, `block_size=4`). Another configuration
-of a model type may rotate in another way.
+be built from it, and {rotating} of these rotate queries and keys. Of these, {planes} ({planes_share:.1%}) accept
+learned frequencies (`rope_mixed`) and {blocks} ({blocks_share:.1%}) learned blocks (`liere`, `block_size=4`); the goals
+are 95% and 85%. Of {run} types, a small model was run. Another configuration of a model type may rotate in another way.
 
 *run* means that a small random model of the type, with every kind of its layers, was patched and run. It starts with
 the bits of the unpatched model (frequencies) or within rounding (blocks). Every layer that has parameters gets a
@@ -361,10 +361,12 @@ model with several towers, only those run that its text reaches; its vision towe
 def make_page(record: dict) -> str:
     rows = record["rows"]
     built = [row for row in rows if "class" in row]
-    rotating = [row for row in built if row["rotates"] and not is_added(row)]
+    rotating = [row for row in built if row["rotates"] and not is_added(row) and row["type"] not in NO_ROTATION]
     counts = {name: sum(row.get(name) == "yes" for row in rotating) for name in CONFIGS}
-    sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts}
-    lines = [INTRODUCTION.format(version=record["transformers"], **sizes)]
+    shares = {f"{name}_share": count / len(rotating) for name, count in counts.items()}
+    sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts, **shares}
+    run = sum("planes_run" in row for row in rotating)
+    lines = [INTRODUCTION.format(version=record["transformers"], run=run, **sizes)]
     lines += [
         "## Accepted",
         "",
@@ -380,12 +382,17 @@ def make_page(record: dict) -> str:
             lines.append(f"| {row['type']} | {row['class']} | {towers} | {verdicts} |")
     lines += ["", "## Refused", "", "| model type | what | why |", "|---|---|---|"]
     for row in rotating:
-        reasons = {name: strip_reason(row[name]) for name in CONFIGS if row.get(name, "yes") != "yes"}
+        reasons = {name: explain(row, name) for name in CONFIGS if row.get(name, "yes") != "yes"}
         if len(set(reasons.values())) == 1 and len(reasons) == 2:
             reasons = {"both": next(iter(reasons.values()))}
         lines += [f"| {row['type']} | {KINDS[name]} | {reason} |" for name, reason in reasons.items()]
         if "error" in row:
             lines.append(f"| {row['type']} | both | {strip_reason(row['error'])} |")
+    lines += ["", "## Refused in other configurations, or as parts", "", "| what | why |", "|---|---|"]
+    lines += [f"| {what} | {why} |" for what, why in OTHERS.items()]
+    lines += ["", "## No rotation", "", "These do not rotate queries and keys by their positions.", ""]
+    lines += ["| model type | why |", "|---|---|"]
+    lines += [f"| {row['type']} | {NO_ROTATION[row['type']]} |" for row in built if row["type"] in NO_ROTATION]
     lines += ["", "## Frequencies that are added", ""]
     lines += ["These have modules with frequencies that make sinusoids to add, and rotate nothing by them.", ""]
     lines += ["| model type | module |", "|---|---|"]
@@ -403,6 +410,32 @@ def make_columns(names: list[str], number: int = 4) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in [[""] * number, ["---"] * number, *rows]]
 
 
+# Of refusals whose message alone does not tell users why.
+TABLE = "stores a table of sines and cosines, and no frequencies"
+EXPLANATIONS = {
+    "clvp": "rotates values as well as queries and keys, by angles that are not passed as cos and sin",
+    "codegen": TABLE,
+    "deepseek_v4": "rotates values too, and compressed keys by other rotary modules inside attention",
+    "efficientloftr": "the rotary module takes features of an image, and no positions",
+    "gptj": TABLE,
+    "idefics": "attention to images has a rotary module that it does not use, and cannot be called with tokens alone",
+    "lightglue": "the frequencies are weights of the model already: a projection of the coordinates of keypoints",
+    "phimoe": "the rotary module computes its frequencies in every forward pass, and ignores those that it stores",
+    "roformer": TABLE,
+}
+OTHERS = {
+    "Llama 4 vision": "stores a table of rotations, and no frequencies",
+    "Diffusion Gemma, but for its vision tower": "the decoder reads keys of the encoder, which another module rotates",
+    "assistants of Gemma 4": "all of their layers read the keys of another model",
+    "blocks for `dynamic` and `longrope`": "blocks contain the frequencies, which are others for longer inputs",
+}
+CANCELS = "a head rotates its queries and keys by one angle, whatever their positions; it cancels in products"
+NO_ROTATION = {
+    "neucodec": CANCELS,
+    "vjepa2": "turns the two channels of a plane by different angles, which multiplies lengths by 0 to √2",
+    "xcodec2": CANCELS,
+    "zamba2": "the default configuration does not rotate; with `use_mem_rope=True`, frequencies and blocks are accepted",
+}
 KINDS = {"planes": "frequencies", "blocks": "blocks", "both": "both"}
 
 
@@ -428,6 +461,10 @@ def find_faults(found: dict) -> list[str]:
     faults += [name for name in ("start", "cache") if found.get(name) is False]
     gradients = found.get("gradients", {})
     return [*faults, *(f"no gradient in {tower}" for tower, has in gradients.items() if not has)]
+
+
+def explain(row: dict, name: str) -> str:
+    return EXPLANATIONS.get(row["type"]) or strip_reason(row[name])
 
 
 def strip_reason(text: str) -> str:

@@ -34,6 +34,7 @@ SIZES = [
         r".*(out_hidden_size|output_dim|projection_dim|proj_dim|hidden_size_per_layer_input)",
         lambda old: min(old, WIDTH),
     ),
+    (r"adapter_(in_dim|out_dim|input_size)", lambda old: WIDTH),
     (r"image_size|crop_size", lambda old: 32),
     (r"(spatial_)?patch_size", lambda old: min(old, 8)),
     (r"max_position_embeddings|max_seq.*|n_positions|original_max_position_embeddings", lambda old: min(old, 512)),
