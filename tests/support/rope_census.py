@@ -434,7 +434,7 @@ NO_ROTATION = {
     "neucodec": CANCELS,
     "vjepa2": "turns the two channels of a plane by different angles, which multiplies lengths by 0 to √2",
     "xcodec2": CANCELS,
-    "zamba2": "the default configuration does not rotate; with `use_mem_rope=True`, frequencies and blocks are accepted",
+    "zamba2": "the default configuration does not rotate; with `use_mem_rope=True`, both are accepted",
 }
 KINDS = {"planes": "frequencies", "blocks": "blocks", "both": "both"}
 

@@ -31,8 +31,8 @@ class PretrainedBlocks(PretrainedRope):
             first layer, have `rotary_1`, `rotary_2` and so on.
         rows: By attention module that learns or reads the keys of one that does, the name and the row of its rotation.
         orders: By name of a rotation, the planes of a head in the order in which its blocks contain them.
-        makers: By attention module, and by name of a module inside that makes queries or keys, its
-            [`RotatedChannels`].
+        makers: By attention module, by name of a module inside that makes queries or keys, and by its call, the index
+            of its [`RotatedChannels`].
     """
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
@@ -69,15 +69,15 @@ class PretrainedBlocks(PretrainedRope):
             self.add_module(name, rotary)
             self.rows |= {layer: (name, row) for row, layer in enumerate(members)}
         self.rows |= {layer: self.rows[layers[place]] for layer, place in self.place.items()}
-        pieces = {
-            layer: {maker.name: (maker, self.orders[self.rows[layer][0]]) for maker in makers}
-            for layer, makers in found.items()
-        }
-        distinct = list(dict.fromkeys(piece for named in pieces.values() for piece in named.values()))
-        self.channels = nn.ModuleList(RotatedChannels(*piece) for piece in distinct)
-        self.makers = {
-            layer: {name: distinct.index(piece) for name, piece in named.items()} for layer, named in pieces.items()
-        }
+        self.channels = nn.ModuleList()
+        self.makers: dict[int, dict[str, dict[int | None, int]]] = {layer: {} for layer in found}
+        indices: dict[tuple, int] = {}
+        for layer, maker in [(layer, maker) for layer, makers in found.items() for maker in makers]:
+            piece = (maker, self.orders[self.rows[layer][0]])
+            if piece not in indices:
+                indices[piece] = len(self.channels)
+                self.channels.append(RotatedChannels(*piece))
+            self.makers[layer].setdefault(maker.name, {})[maker.call] = indices[piece]
         self.reset_parameters(tower.module)
 
     @torch.no_grad()
@@ -120,9 +120,9 @@ class PretrainedBlocks(PretrainedRope):
         rotations = rotary.encoding(positions, product_dtype(states), row)
         return TokensRotation(next(iter(rotations)), samples, tokens)
 
-    def rotate(self, rotation: TokensRotation, layer: int, name: str, states: torch.Tensor) -> torch.Tensor:
+    def rotate(self, rotation: TokensRotation, layer: int, channels_index: int, states: torch.Tensor) -> torch.Tensor:
         """R(p) applied to the queries and keys in what a module inside an attention module returns."""
-        channels = self.channels[self.makers[layer][name]]
+        channels = self.channels[channels_index]
         taken, others = channels.take(states, rotation.samples, rotation.tokens)  # (B, H, N, rotated channels) each
         moved = rotation.rotation.to(states.device)
         if len(taken) == 2 and taken[0].shape == taken[1].shape:

@@ -222,7 +222,7 @@ def prepare_layer(
             thread.pretrained = planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), dtype)
         if rotation is not None:
             tower.rotary_patch.hook_projections(tower, layer, attention)
-            thread.rotation = (layer, rotation)
+            thread.rotation = (layer, rotation, {})
     positional = names[: len(args)]
     return tuple(options.pop(name) for name in positional), options
 
@@ -294,7 +294,7 @@ def prepare_inside(tower: nn.Module, layer: int, names: tuple[str, ...], attenti
     rope = tower.get_submodule(encoding.layouts[layout].layout.rope_name)
     _, rotation = encoding(layer, layout, states.dtype, coordinates, rope, states)
     tower.rotary_patch.hook_projections(tower, layer, attention)
-    thread.rotation = (layer, rotation)
+    thread.rotation = (layer, rotation, {})
 
 
 def rotate_states(tower: nn.Module, layer: int, name: str, module: nn.Module, args, output: torch.Tensor):
@@ -305,7 +305,13 @@ def rotate_states(tower: nn.Module, layer: int, name: str, module: nn.Module, ar
             f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
             "of its tokens are unknown. Call the model around it, or unpatch the model."
         )
-    return tower.rotary_encoding.rotate(current[1], layer, name, output)
+    _, rotation, calls = current
+    indices, call = tower.rotary_encoding.makers[layer][name], None
+    if None not in indices:
+        call = calls.setdefault(name, 0)
+        calls[name] += 1
+    # One of its other calls may make something else.
+    return tower.rotary_encoding.rotate(rotation, layer, indices[call], output) if call in indices else None
 
 
 def clear_rotation(attention: nn.Module, args, output) -> None:

@@ -5,6 +5,7 @@ from. So projections may have any name, and contain the channels of several head
 values together, or of one head of keys that all heads of queries share (multi-head latent attention).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,14 @@ class StateMaker:
     """
     Attributes:
         name: Name of the module inside the attention module.
+        call: Which of its calls, from 0, where there are several: one norm may serve queries and then keys.
         is_heads_first: Whether it returns (…, H, N, D), not (…, N, H, D) or (…, N, channels).
         width: Channels of a token, of all heads.
         places: By part (queries, keys, or both), head and plane, the two channels of a token that are rotated.
     """
 
     name: str
+    call: int | None
     is_heads_first: bool
     width: int
     places: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
@@ -110,18 +113,19 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
         states = probe.capture(zeros + 1, zeros, None, lambda *call: _first(*replace, *call))
         captured.append(states[: 1 if probe.layer in probe.tower.sources else 2])
         numbers.digit += 1
-    found: dict[str, list[StateMaker]] = {}
+        numbers.calls.clear()
+    found: dict[tuple[str, int | None], list[StateMaker]] = {}
     channels = torch.tensor(pairs, device="cpu")  # (planes, 2)
     for states in zip(*captured):
         # (1 + digits, H, N, planes, 2)
         with torch.device("cpu"):
             maker = numbers.decode(torch.stack([x[0][..., channels] for x in states]))
-        found.setdefault(maker.name, []).append(maker)
+        found.setdefault((maker.name, maker.call), []).append(maker)
     makers = []
-    for name, same in found.items():
+    for key, same in found.items():
         if len({(maker.is_heads_first, maker.width) for maker in same}) > 1:
             raise numbers.refusal
-        makers.append(StateMaker(name, same[0].is_heads_first, same[0].width, tuple(x.places[0] for x in same)))
+        makers.append(StateMaker(*key, same[0].is_heads_first, same[0].width, tuple(x.places[0] for x in same)))
     return makers
 
 
@@ -138,8 +142,9 @@ class _Numbers:
 
     def __init__(self, probe: Probe):
         self.digit, self.total, self.tokens = 0, 0, probe.coordinates.shape[-2]
-        self.starts: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self.calls: dict[str, int] = {}
+        # By name of a module and number of its call.
+        self.starts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
+        self.calls: Counter[str] = Counter()
         self.refusal = probe.make_error("makes queries or keys in a way that is unknown")
 
     def count_digits(self) -> int:
@@ -150,15 +155,13 @@ class _Numbers:
         """See [`Replacement`]."""
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return None
+        key = (name, self.calls[name])
+        self.calls[name] += 1
         if not self.digit:
-            self.calls[name] = self.calls.get(name, 0) + 1
-            self.starts[name] = (self.total, tuple(output.shape))
+            self.starts[key] = (self.total, tuple(output.shape))
             self.total += output.numel()
             return torch.ones_like(output)
-        if self.calls[name] > 1:
-            # Queries and keys cannot be distinguished.
-            return torch.zeros_like(output)
-        start, shape = self.starts[name]
+        start, shape = self.starts[key]
         numbers = torch.arange(start, start + output.numel(), device=output.device)
         digits = numbers // BASE ** (self.digit - 1) % BASE
         return -(digits + 1).to(output.dtype).view(shape)
@@ -172,13 +175,13 @@ class _Numbers:
             raise self.refusal
         powers = torch.tensor([BASE**n for n in range(len(digits))]).view(-1, 1, 1, 1, 1)
         numbers = (digits.round().long() * powers).sum(0)  # (H, N, planes, 2)
-        for name, (start, shape) in self.starts.items():
+        for (name, call), (start, shape) in self.starts.items():
             local, count = numbers - start, torch.Size(shape).numel()
             if ((local >= 0) & (local < count)).all():
-                return self._locate(name, local, shape)
+                return self._locate((name, call if (name, 1) in self.starts else None), local, shape)
         raise self.refusal
 
-    def _locate(self, name: str, local: torch.Tensor, shape: tuple[int, ...]) -> StateMaker:
+    def _locate(self, key: tuple[str, int | None], local: torch.Tensor, shape: tuple[int, ...]) -> StateMaker:
         """
         Args:
             local: (H, N, planes, 2) indices into what the module returns, flattened.
@@ -199,4 +202,4 @@ class _Numbers:
         if heads.unique().numel() != heads.numel() or len(places) % len(heads):
             raise self.refusal
         part = tuple(tuple(tuple(pair) for pair in head) for head in heads.tolist())
-        return StateMaker(name, is_heads_first, width, (part,))
+        return StateMaker(*key, is_heads_first, width, (part,))
