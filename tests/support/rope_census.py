@@ -352,7 +352,8 @@ are 95% and 85%. Of {run} types, a small model was run. Another configuration of
 the bits of the unpatched model (frequencies) or within rounding (blocks). Every layer that has parameters gets a
 gradient. After a step of training, models of text generate with a cache the logits of a pass over all tokens. Of a
 model with several towers, only those run that its text reaches; its vision tower usually has a model type as well.
-*plan* means that `patch` accepts the model after calling its modules, and that no small model of it was run.
+*plan* means that `patch` accepts the model after calling its modules, and that no small model was run whose inputs
+reach what learns.
 
 `python tests/support/rope_census.py` makes this page again.
 """
@@ -365,7 +366,7 @@ def make_page(record: dict) -> str:
     counts = {name: sum(row.get(name) == "yes" for row in rotating) for name in CONFIGS}
     shares = {f"{name}_share": count / len(rotating) for name, count in counts.items()}
     sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts, **shares}
-    run = sum("planes_run" in row for row in rotating)
+    run = sum(is_run(row, "planes") for row in rotating)
     lines = [INTRODUCTION.format(version=record["transformers"], run=run, **sizes)]
     lines += [
         "## Accepted",
@@ -444,13 +445,19 @@ def is_added(row: dict) -> bool:
     return row.get("planes") != "yes" and not re.search(r"rot|rope|attention|layer|vision|model", row["rotates"], re.I)
 
 
+def is_run(row: dict, name: str) -> bool:
+    """Whether a small model was run, and the inputs reached a tower that learns."""
+    found = row.get(f"{name}_run", {})
+    return bool(found.get("gradients") or find_faults(found))
+
+
 def describe(row: dict, name: str) -> str:
     """`run`, `plan` or `refused`, and what went wrong in a run."""
     if row.get(name) != "yes":
         return "refused"
-    found = row.get(f"{name}_run")
-    if found is None:
+    if not is_run(row, name):
         return "plan"
+    found = row[f"{name}_run"]
     # Where the model itself does not generate with these tokens.
     return ", ".join(["run", *find_faults(found), *(["no cache"] if isinstance(found.get("cache"), str) else [])])
 

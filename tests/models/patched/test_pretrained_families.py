@@ -6,7 +6,13 @@ from patching_cases import randomize, same_bits
 from patching_checks import check_adapters, check_cached_steps, check_unpatched, close_to_start
 from rope_cases import FAMILIES, PLANES, blocks, build, check_relative, find_case, outputs
 from slow_cases import slow_except
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
 
@@ -150,6 +156,28 @@ def test_frequencies_with_factors_that_the_model_has_learned(kind):
     model.model.rotary_emb = LinearlyScaledRotary(model.config)
     with pytest.raises(ValueError, match="does not return the cos and sin of one coordinate times one frequency"):
         patch(model, CONFIGS[kind])
+
+
+def test_one_norm_for_values_queries_and_keys():
+    model, inputs = build("llama")
+
+    class OneNorm(LlamaAttention):
+        def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            made = (proj(hidden_states).view(shape) for proj in (self.v_proj, self.q_proj, self.k_proj))
+            value, query, key = (self.norm(states).transpose(1, 2) for states in made)
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            output, _ = function(self, query, key, value, attention_mask, scaling=self.scaling)
+            return self.o_proj(output.flatten(-2)), None
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__, layer.self_attn.norm = OneNorm, LlamaRMSNorm(layer.self_attn.head_dim)
+    expected = outputs(model, inputs)
+    patch(model, CONFIGS["blocks"])
+    close_to_start(outputs(model, inputs), expected)
+    take_step(model, inputs)
+    assert not same_bits(outputs(model, inputs), expected)
 
 
 def test_cos_and_sin_that_no_attention_takes():
