@@ -235,11 +235,11 @@ def keep_prefix(carrier, computed):
 
 def pass_pretrained(indexer: nn.Module, args, kwargs):
     """Forward pre-hook of an indexer: passes the cos and sin that the model has without learned rotations."""
-    names = tuple(forward_arguments(indexer))
-    pretrained = (thread.pretrained if is_rotation(name) else value for name, value in zip(names, args))
-    return tuple(pretrained), {
-        name: thread.pretrained if is_rotation(name) else value for name, value in kwargs.items()
-    }
+
+    def choose(name, value):
+        return thread.pretrained if is_rotation(name) and value is not None else value
+
+    return tuple(map(choose, forward_arguments(indexer), args)), {n: choose(n, value) for n, value in kwargs.items()}
 
 
 def _read_carrier(tower: nn.Module, layer: int, carrier) -> tuple[int, torch.dtype, torch.Tensor]:
