@@ -49,6 +49,8 @@ CONFIGS = {
     "planes": RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"),
     "blocks": RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained"),
 }
+# In 100 of the model types that rotate.
+GOALS = {"planes": 95, "blocks": 85}
 # In this order; the first class that can be built is taken.
 MAPPINGS = [
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -344,9 +346,10 @@ INTRODUCTION = """# Which models
 
 `patch` with `rotary_init="pretrained"` ([Learned rotations in models that already rotate](pretrained_rope.md)) was
 tried with model types of transformers {version}, in their default configurations. Of {types} model types, {built} can
-be built from it, and {rotating} of these rotate queries and keys. Of these, {planes} ({planes_share:.1%}) accept
-learned frequencies (`rope_mixed`) and {blocks} ({blocks_share:.1%}) learned blocks (`liere`, `block_size=4`); the goals
-are 95% and 85%. Of {run} types, a small model was run. Another configuration of a model type may rotate in another way.
+be built from it, and {rotating} of these rotate queries and keys. Of these, {planes} accept learned frequencies
+(`rope_mixed`; the goal of 95 in 100 is {planes_goal}) and {blocks} learned blocks (`liere`, `block_size=4`; the goal of
+85 in 100 is {blocks_goal}). Of {run} types, a small model was run. Another configuration of a model type may rotate in
+another way.
 
 *run* means that a small random model of the type, with every kind of its layers, was patched and run. It starts with
 the bits of the unpatched model (frequencies) or within rounding (blocks). Every layer that has parameters gets a
@@ -364,8 +367,8 @@ def make_page(record: dict) -> str:
     built = [row for row in rows if "class" in row]
     rotating = [row for row in built if row["rotates"] and not is_added(row) and row["type"] not in NO_ROTATION]
     counts = {name: sum(row.get(name) == "yes" for row in rotating) for name in CONFIGS}
-    shares = {f"{name}_share": count / len(rotating) for name, count in counts.items()}
-    sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts, **shares}
+    goals = {f"{name}_goal": -(-share * len(rotating) // 100) for name, share in GOALS.items()}
+    sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts, **goals}
     run = sum(is_run(row, "planes") for row in rotating)
     lines = [INTRODUCTION.format(version=record["transformers"], run=run, **sizes)]
     lines += [
