@@ -9,9 +9,11 @@ It writes to training/figures, or `--output_dir`:
 - orientations_*.svg: attention logits of four encodings of orientations while the world turns, computed by it too
 - resolutions_*.svg: accuracy against image size, from training/results
 - costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
+- diffusion_*.svg: losses of a small diffusion transformer at a larger size than in training, from training/results
 """
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -317,6 +319,30 @@ def draw_costs() -> dict[str, str]:
     return draw(paint, 8.0, 3.4)
 
 
+def diffusion_losses() -> tuple[list[float], dict[str, list[float]]]:
+    """Noise levels, and the loss at each by the frequencies of the model, those of training first."""
+    measured = json.loads((RESULTS / "scenes" / "diffusion.json").read_text(encoding="utf-8"))
+    return measured["noise_levels"], measured["losses"]
+
+
+def draw_diffusion() -> dict[str, str]:
+    levels, losses = diffusion_losses()
+    (_, before), *others = losses.items()
+
+    def paint(figure, theme: dict) -> None:
+        axis = figure.subplots()
+        axis.axhline(0, color=theme["line"], linewidth=1)
+        for number, (name, values) in enumerate(others):
+            changes = [100 * (loss / first - 1) for loss, first in zip(values, before)]
+            style = "-" if name == "learned frequencies" else ("--", ":", "-.")[number % 3]
+            axis.plot(levels, changes, marker="o", markersize=3, label=name, color=COLOURS[number], linestyle=style)
+        axis.set(xlabel="noise level", ylabel="change of the loss at 64 px (%)")
+        axis.grid(axis="y", alpha=0.4)
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside right center", handlelength=4)
+
+    return draw(paint, 8.0, 3.4)
+
+
 def main(arguments: list[str] | None = None) -> list[Path]:
     """Writes the pictures; returns their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -330,6 +356,7 @@ def main(arguments: list[str] | None = None) -> list[Path]:
         "orientations": draw_orientations(),
         "resolutions": draw_resolutions(),
         "costs": draw_costs(),
+        "diffusion": draw_diffusion(),
     }
     for name, pictures in drawn.items():
         for theme, svg in pictures.items():

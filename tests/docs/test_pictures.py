@@ -47,7 +47,7 @@ def version(svg: str) -> str:
     "name",
     [
         f"{name}_{theme}.svg"
-        for name in ("rotations", "products", "orientations", "resolutions", "costs")
+        for name in ("rotations", "products", "orientations", "resolutions", "costs", "diffusion")
         for theme in THEMES
     ],
 )
@@ -132,7 +132,8 @@ def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/orientations_and_poses.md", "docs/rotary_family.md", "docs/evidence.md", "docs/speed.md"],
+    ["README.md"]
+    + [f"docs/{name}.md" for name in ("diffusion", "orientations_and_poses", "rotary_family", "evidence", "speed")],
 )
 def test_pages_have_a_picture_for_each_theme(page):
     text = (ROOT / page).read_text()
