@@ -5,6 +5,7 @@
 //   exponential.h  rotations from generators, and the gradients of generators
 //   rotation.h     query and key rotated by blocks, and the gradients of blocks
 //   planes.h       query and key rotated by planes, and the gradients of angles
+//   commuting.h    the gradients of commuting generators
 //   quaternions.h  rotations of blocks of 3 and 4 channels in closed form
 //
 // Memory, C-contiguous unless strides are given; G groups (layers or heads that share positions), K blocks per group:
@@ -30,6 +31,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "commuting.h"
 #include "exponential.h"
 #include "planes.h"
 #include "quaternions.h"
@@ -58,7 +60,7 @@ bool with_rows(const Shape& shape, Body body) {
 extern "C" {
 
 // Increase this, here and in cpu_interface.py, whenever arguments or block sizes change.
-int hf_liere_interface() { return 5; }
+int hf_liere_interface() { return 6; }
 
 // Page faults cost more than the writes to fresh memory.
 void hf_liere_prefer_huge_pages(void* memory, int64_t bytes) {
@@ -146,6 +148,30 @@ int hf_liere_planes_backward(const Shape* shape, const Pair* gradients, const Pa
         angle_gradients<true, decltype(state)>(*shape, *gradients, *states, *out, back, cos_sin, threads);
         return true;
     });
+}
+
+int hf_liere_commuting_backward(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
+                                const Pair* back, const Shared* cos_sin, const Shared* phases, int64_t group,
+                                const float* frequencies, float* sums, int threads) {
+    return with_rows(*shape, [=](auto* rows) {
+        return commuting_backward<std::remove_pointer_t<decltype(rows)>>(
+            *shape, *gradients, *states, *out, *back, *cos_sin, *phases, group, frequencies, sums, threads);
+    });
+}
+
+int hf_liere_reduce_angles(int64_t count, const double* angles, float* out, int threads) {
+    reduce_angles(count, angles, out, threads);
+    return true;
+}
+
+int hf_liere_interleave(int64_t count, const float* cos, const float* sin, float* out, int threads) {
+    interleave(count, cos, sin, out, threads);
+    return true;
+}
+
+int hf_liere_cos_sin_backward(int64_t count, const float* gradients, const float* cos_sin, double* out, int threads) {
+    cos_sin_backward(count, gradients, cos_sin, out, threads);
+    return true;
 }
 
 }  // extern "C"

@@ -20,6 +20,10 @@ SWITCH = "HF_LIERE_CPU_KERNELS"
 TYPES = (torch.float32, torch.bfloat16)
 # Twice the usual huge page of 2 MiB, so that at least one whole page fits.
 HUGE_BYTES = 1 << 22
+# Queries and keys of a pair start at multiples of as many bytes, as all tensors do.
+ALIGNMENT = 64
+# Tokens whose gradients of commuting generators are added one after the other.
+TOKENS_AT_ONCE = 8
 
 
 def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
@@ -36,7 +40,7 @@ def apply_rotation(states: Tensors, rotation: torch.Tensor, inverse: bool = Fals
     states = tuple(map(contiguous_channels, states))
     name = "rotate_planes" if is_planes(rotation) else "rotate_blocks"
     size, rotation = rotation.shape[-1], _contiguous_blocks(rotation)
-    out = tuple(_prefer_huge_pages(empty_like(state)) for state in states)
+    out = _results_like(states)
     _call(size, name, _shape(states, rotation.shape, size), _pair(states), _pair(out), _shared(rotation), inverse)
     return out
 
@@ -48,16 +52,50 @@ def angle_gradients(gradients: Tensors, rotated: Tensors, shape: torch.Size) -> 
 
 def planes_backward(gradients: Tensors, rotated: Tensors, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    [`apply_rotation`] of the gradients by the inverse and [`angle_gradients`], in one pass with 3/4 of the bytes.
-
-    Args:
-        gradients, rotated: As in [`cuda.angle_gradients`].
-        cos_sin: (1 or B, 1 or H, N, planes, 2).
+    As [`rotation_gradients.planes_backward`]: [`apply_rotation`] of the gradients by the inverse and
+    [`angle_gradients`], in one pass with 3/4 of the bytes.
     """
     gradients, cos_sin = tuple(map(contiguous_channels, gradients)), _contiguous_blocks(cos_sin)
-    back = tuple(_prefer_huge_pages(empty_like(gradient)) for gradient in gradients)
-    sums = _sums(2, "planes_backward", gradients, rotated, cos_sin.shape[:4], _pair(back), _shared(cos_sin))
+    back = _results_like(gradients)
+    sums = _sums(2, "planes_backward", gradients, rotated, cos_sin.shape, _pair(back), _shared(cos_sin))
     return *back, sums
+
+
+def commuting_backward(
+    gradients: Tensors, rotated: Tensors, cos_sin: torch.Tensor, frequencies: torch.Tensor, phases: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As [`rotation_gradients.commuting_backward`] for rotations that all samples share."""
+    gradients, cos_sin = tuple(map(contiguous_channels, gradients)), _contiguous_blocks(cos_sin)
+    back, phases = _results_like(gradients), _contiguous_blocks(phases)
+    heads, tokens = rotated[0].shape[1:3]
+    shared, blocks, planes = frequencies.shape
+    frequencies = frequencies.to(torch.float32).expand(heads, -1, -1).contiguous()
+    numbers = 2 * planes * (planes - 1)
+    sums = _empty(-(-tokens // TOKENS_AT_ONCE), heads, blocks, numbers).zero_()
+    factors = _pair(back), _shared(cos_sin), _shared(phases), TOKENS_AT_ONCE, frequencies, sums
+    by_cos_sin = _sums(2 * planes, "commuting_backward", gradients, rotated, cos_sin.shape, *factors, blocks=blocks)
+    parts = sums.sum(0).sum_to_size(shared, blocks, numbers).unflatten(-1, (2, 2, -1))  # (1 or H, blocks, 2, 2, pairs)
+    (a, c), (b, d) = (part.unbind(-2) for part in parts.unbind(-3))
+    return *back, by_cos_sin, a, b, c, d
+
+
+def cos_sin(angles: torch.Tensor) -> torch.Tensor:
+    """As [`closed_forms.cos_sin`] of float64 angles, in float32."""
+    angles = angles.contiguous()
+    reduced, out = _empty(*angles.shape), _empty(*angles.shape, 2)
+    _call(2, "reduce_angles", angles.numel(), angles, reduced)
+    _call(2, "interleave", angles.numel(), reduced.cos(), reduced.sin(), out)
+    return out
+
+
+def cos_sin_backward(gradient: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """The gradient of float64 angles from that of [`cos_sin`] and its result."""
+    gradient, angles = (
+        gradient.to(torch.float32).contiguous(),
+        torch.empty(cos_sin.shape[:-1], dtype=torch.float64, device="cpu"),
+    )
+    _call(2, "cos_sin_backward", angles.numel(), gradient, cos_sin, angles)
+    return angles
 
 
 def outer_products(
@@ -183,16 +221,40 @@ def _call(block_size: int, name: str, *arguments: object) -> None:
 
 
 def _sums(
-    block_size: int, name: str, gradients: Tensors, rotated: Tensors, shape: tuple[int, ...], *factor: object
+    block_size: int,
+    name: str,
+    gradients: Tensors,
+    rotated: Tensors,
+    shape: tuple[int, ...],
+    *factors: object,
+    blocks: int | None = None,
 ) -> torch.Tensor:
     """Sums over samples and heads that share a rotation: the kernels add samples, this function adds heads."""
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
     out = _empty(shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
     if gradients[0].dtype != rotated[0].dtype:
         raise ValueError(f"Gradients in {gradients[0].dtype} do not match queries and keys in {rotated[0].dtype}.")
-    kind = _shape(rotated, shape, block_size)
-    _call(block_size, name, kind, _pair(gradients), _pair(rotated), _shared(out), *factor)
+    kind = _shape(rotated, (*shape[:3], shape[3] if blocks is None else blocks), block_size)
+    _call(block_size, name, kind, _pair(gradients), _pair(rotated), _shared(out), *factors)
     return out.sum_to_size(shape)
+
+
+def _results_like(states: Tensors) -> tuple[torch.Tensor, ...]:
+    """
+    Uninitialised results in the layouts of a query and a key. If huge pages fit only into both, they lie in one
+    allocation: most of the time of a rotation would go into page faults.
+    """
+    out = tuple(map(empty_like, states))
+    needed = -(-out[0].nbytes // ALIGNMENT) * ALIGNMENT
+    if len(states) == 1 or out[0].nbytes >= HUGE_BYTES or 2 * needed < HUGE_BYTES:
+        return tuple(map(_prefer_huge_pages, out))
+    memory = _prefer_huge_pages(torch.empty(2, needed, dtype=torch.uint8, device="cpu"))
+    # Results of an operator must not share a storage. DLPack makes another one, which keeps the memory alive.
+    storages = (torch.from_dlpack(part).untyped_storage() for part in memory)
+    return tuple(
+        torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape, like.stride())
+        for like, storage in zip(out, storages)
+    )
 
 
 def _empty(*shape: int) -> torch.Tensor:

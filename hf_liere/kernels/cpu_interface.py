@@ -7,7 +7,7 @@ import torch
 
 
 # Must equal the version in cpu.cpp.
-INTERFACE = 5
+INTERFACE = 6
 # Blocks up to the first size are padded if necessary. Sizes between the two are not supported: padded to the second,
 # they are slower than plain operations.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
@@ -62,10 +62,11 @@ class Values:
         return (ctypes.c_void_p * len(values))(*(tensor.data_ptr() for tensor in values))
 
 
-_POWERS, _RAYS, _STATES = (
+_POWERS, _RAYS, _STATES, _TURNED = (
     [ctypes.POINTER(structure) for structure in structures]
-    for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared))
+    for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared), (Pair, Shared))
 )
+_ANGLES = [ctypes.c_int64, Values, Values]
 _QUATERNIONS = [ctypes.POINTER(Sizes), ctypes.c_int64, Values, Values]
 # Arguments of each function. Kernels take the number of threads last and return whether memory sufficed.
 ARGUMENTS = {
@@ -79,5 +80,17 @@ ARGUMENTS = {
     "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],
     "hf_liere_angle_gradients": [*_STATES, ctypes.c_int],
-    "hf_liere_planes_backward": [*_STATES, ctypes.POINTER(Pair), ctypes.POINTER(Shared), ctypes.c_int],
+    "hf_liere_planes_backward": [*_STATES, *_TURNED, ctypes.c_int],
+    "hf_liere_commuting_backward": [
+        *_STATES,
+        *_TURNED,
+        ctypes.POINTER(Shared),
+        ctypes.c_int64,
+        Values,
+        Values,
+        ctypes.c_int,
+    ],
+    "hf_liere_reduce_angles": [*_ANGLES, ctypes.c_int],
+    "hf_liere_interleave": [*_ANGLES, Values, ctypes.c_int],
+    "hf_liere_cos_sin_backward": [*_ANGLES, Values, ctypes.c_int],
 }

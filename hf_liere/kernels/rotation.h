@@ -84,6 +84,18 @@ struct Place {
           token(rotation / shape.heads % shape.tokens) {}
 };
 
+// Copies the channels beyond the last plane or block of all states that share a rotation.
+template <typename State>
+void pass_on(const Shape& shape, const Pair& states, const Pair& out, const Place& place) {
+    const int64_t width = shape.width();
+    if (width == shape.head_dim) return;
+    for (int64_t sample = place.first; sample < place.first + shape.samples(); ++sample)
+        for (int which = 0; which < shape.states; ++which) {
+            const State* from = states.at<State>(which, sample, place.head, place.token);
+            std::copy(from + width, from + shape.head_dim, out.at<State>(which, sample, place.head, place.token) + width);
+        }
+}
+
 // The rows of query and key, in memory, of the samples that share a rotation, block by block.
 template <int SIZE_>
 struct Rows {
@@ -230,16 +242,10 @@ template <typename Rows>
 bool rotate_blocks(const Shape& shape, const Pair& states, const Pair& out, const Shared& rotation, bool inverse,
                    int threads) {
     using State = typename Rows::State;
-    const int64_t width = shape.width(), numel = shape.size * shape.size;
-    const int64_t passed_on = width < shape.head_dim ? shape.rows() : 0;
+    const int64_t numel = shape.size * shape.size;
     const auto rotate = [&](int64_t work, RotationScratch<Rows>& scratch) {
         const Place place(work, shape);
-        for (int64_t row = 0; row < passed_on; ++row) {
-            const int64_t which = row % shape.states, sample = place.first + row / shape.states;
-            const State* from = states.at<State>(which, sample, place.head, place.token);
-            State* to = out.at<State>(which, sample, place.head, place.token);
-            std::copy(from + width, from + shape.head_dim, to + width);
-        }
+        pass_on<State>(shape, states, out, place);
         scratch.states.start(states, place);
         scratch.out.start(out, place);
         const float* source = rotation.at(place.first, place.head, place.token);

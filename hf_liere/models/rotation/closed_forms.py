@@ -7,7 +7,8 @@ import math
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .dispatch import in_portable_graph, operator
+from .differentiation import forbid_second_derivative
+from .dispatch import in_portable_graph, operator, values_are_unknown
 from .scaling_and_squaring import find_exponential_backend
 
 
@@ -47,10 +48,29 @@ def plane_rotations(
 
 def cos_sin(angles: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(…, 2) cos and sin, in `dtype`, of (…) angles in the working type."""
+    # Compilers fuse the plain operations.
+    backend = None if values_are_unknown(angles) else find_exponential_backend("cos_sin", angles, angles, 2, dtype)
+    if backend:
+        return _CosSin.apply(angles, backend)
     # Whole revolutions are subtracted in the working type, so that the arguments of float32 cos and sin are small.
     revolutions = (angles.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)  # (…)
     angles = (angles - revolutions).to(dtype)
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+class _CosSin(torch.autograd.Function):
+    """[`cos_sin`] by a backend, with the same bits."""
+
+    @staticmethod
+    def forward(ctx, angles, backend):
+        ctx.backend, result = backend, backend.cos_sin(angles)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @forbid_second_derivative
+    def backward(ctx, gradient):
+        return ctx.backend.cos_sin_backward(gradient, *ctx.saved_tensors), None
 
 
 def quaternion_rotations(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -26,17 +26,13 @@ def rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, ge
     and sin get the gradient of the angles.
     """
     gradients, states = drop_empty_key(query_gradient, key_gradient), drop_empty_key(query, key)
-    (cos, sin), generators_gradient = cos_sin.unbind(-1), cos_sin.new_empty(0)
     if generators is None:
-        *rotated_back, by_angle = planes_backward(gradients, states, cos_sin)
+        *rotated_back, cos_sin_gradient = planes_backward(gradients, states, cos_sin)
+        generators, generators_gradient = cos_sin.new_empty(0), cos_sin.new_empty(0)
     else:
-        rotated_back = apply_planes(gradients, cos_sin, inverse=True)
-        outer = outer_products(gradients, states, phases.shape, generators.shape[-1])
-        by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
-        by_angle = by_angle.reshape(cos.shape).to(cos.dtype)  # (1 or B, 1 or H, N, planes)
-    # Along (−sin, cos), the direction in which cos and sin change with the angle.
-    cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
-    like = query_gradient, key_gradient, cos_sin, generators_gradient if generators is None else generators
+        found = commuting_backward(gradients, states, cos_sin, generators, phases)
+        *rotated_back, cos_sin_gradient, generators_gradient = found
+    like = query_gradient, key_gradient, cos_sin, generators
     rotated_back = restore_empty_key(tuple(rotated_back), key_gradient)
     return match_layout((*rotated_back, cos_sin_gradient, generators_gradient), like)
 
@@ -57,11 +53,39 @@ def rotate_blocks_backward(query_gradient, key_gradient, query, key, blocks):
 
 
 def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gradients of the states, and [`angle_gradients`]."""
+    """Gradients of the states, and those of cos and sin: [`angle_gradients`] along (−sin, cos)."""
     if backend := find_backend("planes_backward", rotated[0], 2):
-        *rotated_back, by_angle = backend.planes_backward(gradients, rotated, cos_sin)
-        return *rotated_back, by_angle.to(cos_sin.dtype)
-    return *apply_planes(gradients, cos_sin, inverse=True), angle_gradients(gradients, rotated, cos_sin)
+        *rotated_back, cos_sin_gradient = backend.planes_backward(gradients, rotated, cos_sin)
+        return *rotated_back, cos_sin_gradient.to(cos_sin.dtype)
+    by_angle = angle_gradients(gradients, rotated, cos_sin)
+    return *apply_planes(gradients, cos_sin, inverse=True), _along_circle(by_angle, cos_sin)
+
+
+def commuting_backward(
+    gradients, rotated, cos_sin: torch.Tensor, generators: torch.Tensor, phases: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As [`planes_backward`], and the gradient of UᵀSU."""
+    size = generators.shape[-1]
+    # The rotations of separate samples have few states each: a separate pass costs no more.
+    backend = find_backend("commuting_backward", rotated[0], size) if len(phases) == 1 else None
+    if backend:
+        frequencies = _plane_frequencies(generators)
+        *found, a, b, c, d = backend.commuting_backward(gradients, rotated, cos_sin, frequencies, phases)
+        *rotated_back, cos_sin_gradient = found
+        generators_gradient = _join_parts(a, b, c, d, size)
+    else:
+        outer = outer_products(gradients, rotated, phases.shape, size)
+        by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
+        by_angle = by_angle.reshape(cos_sin.shape[:-1]).to(cos_sin.dtype)  # (1 or B, 1 or H, N, planes)
+        rotated_back = apply_planes(gradients, cos_sin, inverse=True)
+        cos_sin_gradient = _along_circle(by_angle, cos_sin)
+    return *rotated_back, cos_sin_gradient.to(cos_sin.dtype), generators_gradient.to(generators.dtype)
+
+
+def _along_circle(by_angle: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """The gradient of cos and sin along (−sin, cos), the direction in which they change with the angle."""
+    cos, sin = cos_sin.unbind(-1)
+    return torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
 
 
 def angle_gradients(gradients, rotated, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -135,7 +159,7 @@ def eigen_gradients(
         angles_gradient, a, b, c, d = parts.split([planes, pairs, pairs, pairs, pairs], dim=-1)
     else:
         angles_gradient, a, b, c, d = _plane_parts(outer)
-    frequencies = torch.stack([generators[..., 2 * j + 1, 2 * j] for j in range(planes)], dim=-1).to(phases.dtype)
+    frequencies = _plane_frequencies(generators).to(phases.dtype)
     j, k = torch.triu_indices(planes, planes, offset=1, device=outer.device)
     phases = phases.unsqueeze(-1)
 
@@ -148,12 +172,24 @@ def eigen_gradients(
 
     a, b = integrate(a, b, frequencies[..., j] - frequencies[..., k])
     c, d = integrate(c, d, frequencies[..., j] + frequencies[..., k])
+    return angles_gradient, _join_parts(a, b, c, d, size).to(generators.dtype)
+
+
+def _plane_frequencies(generators: torch.Tensor) -> torch.Tensor:
+    """(…, b/2) frequencies of the planes of (…, b, b) UᵀSU."""
+    return torch.stack([generators[..., j + 1, j] for j in range(0, generators.shape[-1], 2)], dim=-1)
+
+
+def _join_parts(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, size: int) -> torch.Tensor:
+    """(1 or H, blocks, b, b) gradient of UᵀSU from integrals of the [`_plane_parts`], (1 or H, blocks, pairs) each."""
+    planes = size // 2
+    j, k = torch.triu_indices(planes, planes, offset=1, device=a.device)
     # `_plane_parts` gives twice a, b, c and d, and the gradient is half of the skew-symmetric matrix made of them.
     blocks = torch.stack([torch.stack([a + c, d - b], -1), torch.stack([b + d, a - c], -1)], -2) / 4
     gradient = blocks.new_zeros(*blocks.shape[:-3], planes, planes, 2, 2)
     gradient[..., j, k, :, :] = blocks
     gradient = gradient.transpose(-3, -2).flatten(-2).flatten(-3, -2)
-    return angles_gradient, (gradient - gradient.transpose(-1, -2)).to(generators.dtype)
+    return gradient - gradient.transpose(-1, -2)
 
 
 def _plane_parts(matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
