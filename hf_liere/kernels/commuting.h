@@ -8,10 +8,10 @@
 namespace {
 
 // cos and sin of float64 angles, in float32 with errors of 1e-7: the polynomials of Cephes between −π/4 and π/4.
-INLINE void find_circle(const double* angles, float* cos, float* sin, int count) {
+inline void find_circle(const double* angles, float* __restrict cos, float* __restrict sin, int64_t count) {
     // Adding it rounds to integers, which its last bits then contain.
     constexpr double ROUND = 6755399441055744.0, QUARTER = 1.5707963267948966;
-    for (int i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
         const double shifted = angles[i] * (1 / QUARTER) + ROUND;
         int64_t bits;
         std::memcpy(&bits, &shifted, sizeof(bits));
@@ -26,60 +26,97 @@ INLINE void find_circle(const double* angles, float* cos, float* sin, int count)
     }
 }
 
-// For each pair of planes j < k of a block two lanes, one for the part of a matrix that commutes with rotations of both
-// planes, one for the part that anticommutes: ½(μ_j − μ_k) of all pairs, then ½(μ_j + μ_k).
+// Each pair of planes j < k of a block has two lanes, one for the part of a matrix that commutes with rotations of both
+// planes, with ½(μ_j − μ_k), and one for the part that anticommutes, with ½(μ_j + μ_k): first all of the one kind.
 struct Lanes {
     int planes, pairs;
-    // (heads, blocks, 2 · pairs)
+    // (heads, blocks, lanes) ½(μ_j ∓ μ_k) and their reciprocals; 0 and whether it is so where they are nearly zero.
     std::vector<double> halves;
+    std::vector<float> reciprocals, is_zero;
 
     int64_t count() const { return 2 * pairs; }
 
     // From (heads, blocks, planes) frequencies.
     Lanes(int64_t size, int64_t blocks, const float* frequencies)
-        : planes(static_cast<int>(size / 2)), pairs(planes * (planes - 1) / 2), halves(blocks * count()) {
+        : planes(static_cast<int>(size / 2)), pairs(planes * (planes - 1) / 2) {
         for (int64_t block = 0; block < blocks; ++block, frequencies += planes)
-            for (int sign : {-1, 1}) {
-                double* half = &halves[block * count()] + (sign < 0 ? 0 : pairs);
+            for (int sign : {-1, 1})
                 for (int j = 0; j < planes; ++j)
-                    for (int k = j + 1; k < planes; ++k) *half++ = 0.5 * (frequencies[j] + sign * frequencies[k]);
-            }
+                    for (int k = j + 1; k < planes; ++k) add(0.5 * (frequencies[j] + double(sign) * frequencies[k]));
+    }
+
+    void add(double half) {
+        const bool nearly_zero = std::abs(half) < 1e-30;
+        halves.push_back(nearly_zero ? 0 : half);
+        reciprocals.push_back(nearly_zero ? 0 : static_cast<float>(1 / half));
+        is_zero.push_back(nearly_zero);
     }
 };
 
+// Adds (real + i imaginary) · s e^(−ix) sin(x) / x for the phases s and x = s · half, given cos and sin of x.
+inline void add_integrals(int64_t count, float* __restrict real_sums, float* __restrict imaginary_sums, const float* real,
+                          const float* imaginary, const float* cos, const float* sin, const float* phases,
+                          const float* reciprocals, const float* is_zero) {
+    for (int64_t i = 0; i < count; ++i) {
+        const float length = sin[i] * reciprocals[i] + phases[i] * is_zero[i];
+        real_sums[i] += length * (real[i] * cos[i] + imaginary[i] * sin[i]);
+        imaginary_sums[i] += length * (imaginary[i] * cos[i] - real[i] * sin[i]);
+    }
+}
+
 template <typename Rows>
 struct CommutingScratch {
-    static constexpr int SIZE = Rows::SIZE, PLANES = SIZE / 2, MOST = PLANES * (PLANES - 1);
+    static constexpr int SIZE = Rows::SIZE;
     Rows gradients, states;
     Matrix<SIZE, float> outer;
-    alignas(VECTOR_BYTES) double angles[MOST];
-    alignas(VECTOR_BYTES) float real[MOST], imaginary[MOST], cos[MOST], sin[MOST];
-    explicit CommutingScratch(const Shape& shape) : gradients(shape), states(shape) {}
+    // Of all blocks of a head.
+    std::vector<double> angles;
+    std::vector<float> real, imaginary, cos, sin, phases;
+
+    CommutingScratch(const Shape& shape, int64_t lanes) : gradients(shape), states(shape), angles(lanes) {
+        for (auto* values : {&real, &imaginary, &cos, &sin, &phases}) values->resize(lanes);
+    }
 
     // An entry of M − Mᵀ.
     INLINE float skew(int i, int j) const { return outer.row(i)[j] - outer.row(j)[i]; }
 
-    // As rotation_gradients.eigen_gradients for one block of one token: adds to the (2, lanes) sums.
+    // As rotation_gradients._plane_parts, for the block whose lanes start at `first`.
     template <typename Planes>
-    INLINE void integrate(float* sums, const double* halves, float phase, Planes planes) {
-        const int pairs = planes * (planes - 1) / 2, lanes = 2 * pairs;
-        int lane = 0;
+    INLINE void find_parts(int64_t first, Planes planes) {
+        const int pairs = planes * (planes - 1) / 2;
+        float *commuting = &real[first], *anticommuting = commuting + pairs;
+        float *swapped = &imaginary[first], *antiswapped = swapped + pairs;
         for (int j = 0; j < planes; ++j)
-            for (int k = j + 1; k < planes; ++k, ++lane) {
+            for (int k = j + 1; k < planes; ++k) {
                 const float upper_left = skew(2 * j, 2 * k), lower_right = skew(2 * j + 1, 2 * k + 1);
                 const float upper_right = skew(2 * j, 2 * k + 1), lower_left = skew(2 * j + 1, 2 * k);
-                real[lane] = upper_left + lower_right, imaginary[lane] = lower_left - upper_right;
-                real[pairs + lane] = upper_left - lower_right, imaginary[pairs + lane] = upper_right + lower_left;
+                *commuting++ = upper_left + lower_right, *anticommuting++ = upper_left - lower_right;
+                *swapped++ = lower_left - upper_right, *antiswapped++ = upper_right + lower_left;
             }
-        for (int i = 0; i < lanes; ++i) angles[i] = phase * halves[i];
-        find_circle(angles, cos, sin, lanes);
-        for (int i = 0; i < lanes; ++i) {
-            const float half = static_cast<float>(angles[i]), length = half == 0 ? phase : phase * sin[i] / half;
-            sums[i] += length * (real[i] * cos[i] + imaginary[i] * sin[i]);
-            sums[lanes + i] += length * (imaginary[i] * cos[i] - real[i] * sin[i]);
-        }
+    }
+
+    // As rotation_gradients.eigen_gradients for one head of one token: adds to the (2, blocks, lanes) sums.
+    void integrate(float* sums, const Lanes& lanes, int64_t head, int64_t blocks, const float* phase) {
+        const int64_t count = lanes.count(), total = blocks * count;
+        const double* halves = lanes.halves.data() + head * total;
+        const float *reciprocals = lanes.reciprocals.data() + head * total, *is_zero = lanes.is_zero.data() + head * total;
+        for (int64_t block = 0; block < blocks; ++block)
+            for (int64_t i = block * count; i < (block + 1) * count; ++i) {
+                phases[i] = phase[block];
+                angles[i] = phase[block] * halves[i];
+            }
+        find_circle(angles.data(), cos.data(), sin.data(), total);
+        add_integrals(total, sums, sums + total, real.data(), imaginary.data(), cos.data(), sin.data(), phases.data(),
+                      reciprocals, is_zero);
     }
 };
+
+INLINE int half(int size) { return size / 2; }
+
+template <int SIZE>
+INLINE std::integral_constant<int, SIZE / 2> half(std::integral_constant<int, SIZE>) {
+    return {};
+}
 
 // cpu.commuting_backward: a few tokens at a time, each with separate sums for the gradient of the generators.
 template <typename Rows>
@@ -99,7 +136,10 @@ bool commuting_backward(const Shape& shape, const Pair& gradients, const Pair& s
             const Channels cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
             for (int64_t sample = 0; sample < shape.batch; ++sample)
                 for (int which = 0; which < shape.states; ++which) {
-                    const auto gradient = load_channels(gradients.at<State>(which, sample, head, token) + i, count);
+                    const State* source = gradients.at<State>(which, sample, head, token) + i;
+                    __builtin_prefetch(source + AHEAD);
+                    __builtin_prefetch(states.at<State>(which, sample, head, token) + i + AHEAD);
+                    const auto gradient = load_channels(source, count);
                     store_channels(back.at<State>(which, sample, head, token) + i,
                                    gradient * cos + pairwise<1, 0>(gradient) * sin, count);
                 }
@@ -109,7 +149,6 @@ bool commuting_backward(const Shape& shape, const Pair& gradients, const Pair& s
         scratch.states.start(states, place);
         float* by_cos_sin = out.at(0, head, token);
         float* sum = sums + (token / group * shape.heads + head) * numbers;
-        const double* halves = lanes.halves.data() + head * shape.blocks * lanes.count();
         for (int64_t block = 0; block < shape.blocks; ++block) {
             scratch.gradients.read();
             scratch.states.read();
@@ -119,18 +158,16 @@ bool commuting_backward(const Shape& shape, const Pair& gradients, const Pair& s
                 by_cos_sin[0] = by_angle * -angles[1], by_cos_sin[1] = by_angle * angles[0];
             }
             with_exact_size<Rows::SIZE>(shape.size, [&](auto size) INLINED {
-                if constexpr (std::is_same_v<decltype(size), int>)
-                    scratch.integrate(sum, halves, phase[block], size / 2);
-                else
-                    scratch.integrate(sum, halves, phase[block], std::integral_constant<int, size / 2>{});
+                scratch.find_parts(block * lanes.count(), half(size));
             });
-            sum += 2 * lanes.count(), halves += lanes.count();
             scratch.gradients.next();
             scratch.states.next();
         }
+        scratch.integrate(sum, lanes, head, shape.blocks, phase);
     };
     // One thread adds the tokens of a group, one after the other.
-    return parallel_for<CommutingScratch<Rows>>(shape.rotations(), group * shape.heads, threads, compute, shape);
+    return parallel_for<CommutingScratch<Rows>>(shape.rotations(), group * shape.heads, threads, compute, shape,
+                                                shape.blocks * lanes.count());
 }
 
 }  // namespace

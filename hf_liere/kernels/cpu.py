@@ -20,8 +20,6 @@ SWITCH = "HF_LIERE_CPU_KERNELS"
 TYPES = (torch.float32, torch.bfloat16)
 # Twice the usual huge page of 2 MiB, so that at least one whole page fits.
 HUGE_BYTES = 1 << 22
-# Queries and keys of a pair start at multiples of as many bytes, as all tensors do.
-ALIGNMENT = 64
 # Tokens whose gradients of commuting generators are added one after the other.
 TOKENS_AT_ONCE = 8
 
@@ -71,11 +69,11 @@ def commuting_backward(
     shared, blocks, planes = frequencies.shape
     frequencies = frequencies.to(torch.float32).expand(heads, -1, -1).contiguous()
     numbers = 2 * planes * (planes - 1)
-    sums = _empty(-(-tokens // TOKENS_AT_ONCE), heads, blocks, numbers).zero_()
+    sums = _empty(-(-tokens // TOKENS_AT_ONCE), heads, 2, blocks, numbers // 2).zero_()
     factors = _pair(back), _shared(cos_sin), _shared(phases), TOKENS_AT_ONCE, frequencies, sums
     by_cos_sin = _sums(2 * planes, "commuting_backward", gradients, rotated, cos_sin.shape, *factors, blocks=blocks)
-    parts = sums.sum(0).sum_to_size(shared, blocks, numbers).unflatten(-1, (2, 2, -1))  # (1 or H, blocks, 2, 2, pairs)
-    (a, c), (b, d) = (part.unbind(-2) for part in parts.unbind(-3))
+    parts = sums.sum(0).sum_to_size(shared, 2, blocks, numbers // 2).unflatten(-1, (2, -1))
+    (a, c), (b, d) = (part.unbind(-2) for part in parts.unbind(1))  # (1 or H, blocks, pairs) each
     return *back, by_cos_sin, a, b, c, d
 
 
@@ -240,21 +238,8 @@ def _sums(
 
 
 def _results_like(states: Tensors) -> tuple[torch.Tensor, ...]:
-    """
-    Uninitialised results in the layouts of a query and a key. If huge pages fit only into both, they lie in one
-    allocation: most of the time of a rotation would go into page faults.
-    """
-    out = tuple(map(empty_like, states))
-    needed = -(-out[0].nbytes // ALIGNMENT) * ALIGNMENT
-    if len(states) == 1 or out[0].nbytes >= HUGE_BYTES or 2 * needed < HUGE_BYTES:
-        return tuple(map(_prefer_huge_pages, out))
-    memory = _prefer_huge_pages(torch.empty(2, needed, dtype=torch.uint8, device="cpu"))
-    # Results of an operator must not share a storage. DLPack makes another one, which keeps the memory alive.
-    storages = (torch.from_dlpack(part).untyped_storage() for part in memory)
-    return tuple(
-        torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape, like.stride())
-        for like, storage in zip(out, storages)
-    )
+    """Uninitialised results in the layouts of a query and a key."""
+    return tuple(_prefer_huge_pages(empty_like(state)) for state in states)
 
 
 def _empty(*shape: int) -> torch.Tensor:

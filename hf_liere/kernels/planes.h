@@ -7,6 +7,8 @@
 
 namespace {
 
+// Channels by which reading is ahead of work: more states share a rotation than the hardware follows.
+constexpr int AHEAD = 128;
 constexpr int CHANNELS = VECTOR_BYTES / static_cast<int>(sizeof(float));
 typedef float Channels __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t WideBits __attribute__((vector_size(VECTOR_BYTES)));
@@ -109,9 +111,12 @@ void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& stat
             }
             for (int64_t sample = first; sample < first + samples; ++sample)
                 for (int which = 0; which < shape.states; ++which) {
-                    const auto gradient = load_channels(gradients.at<State>(which, sample, head, token) + i, count);
-                    const auto swapped = pairwise<1, 0>(gradient);
-                    products += swapped * load_channels(states.at<State>(which, sample, head, token) + i, count);
+                    const State* source = gradients.at<State>(which, sample, head, token) + i;
+                    const State* state = states.at<State>(which, sample, head, token) + i;
+                    __builtin_prefetch(source + AHEAD);
+                    __builtin_prefetch(state + AHEAD);
+                    const auto gradient = load_channels(source, count), swapped = pairwise<1, 0>(gradient);
+                    products += swapped * load_channels(state, count);
                     if constexpr (ROTATE)
                         store_channels(back->at<State>(which, sample, head, token) + i, gradient * cos + swapped * sin,
                                        count);
