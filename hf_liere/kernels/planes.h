@@ -7,8 +7,6 @@
 
 namespace {
 
-// Channels by which reading is ahead of work: more states share a rotation than the hardware follows.
-constexpr int AHEAD = 128;
 constexpr int CHANNELS = VECTOR_BYTES / static_cast<int>(sizeof(float));
 typedef float Channels __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t WideBits __attribute__((vector_size(VECTOR_BYTES)));

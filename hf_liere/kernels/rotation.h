@@ -53,6 +53,9 @@ struct Shape {
 
 namespace {
 
+// Channels by which reading is ahead of work: more states share a rotation than the hardware follows.
+constexpr int AHEAD = 128;
+
 // The upper half of a float32.
 struct BFloat16 {
     uint16_t bits;
@@ -118,7 +121,10 @@ struct Rows {
     void write() {}
 
     INLINE void next() {
-        for (float*& row : values) row += SIZE;
+        for (float*& row : values) {
+            __builtin_prefetch(row + AHEAD);
+            row += SIZE;
+        }
     }
 };
 
@@ -163,7 +169,10 @@ struct CopiedRows {
     }
 
     void next() {
-        for (State*& row : memory) row += size;
+        for (State*& row : memory) {
+            __builtin_prefetch(row + AHEAD);
+            row += size;
+        }
     }
 };
 

@@ -1,5 +1,6 @@
 """The kernels for CPUs: when they are used and when not, and what they refuse."""
 
+import contextlib
 import os
 import sys
 
@@ -13,8 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.rotation.closed_forms import cos_sin
+from hf_liere.models.rotation.dispatch import plain_operations
 from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.models.rotation.exponential_gradient import GradientMoments
+from hf_liere.models.rotation.rotation_gradients import commuting_backward
 from hf_liere.models.rotation.scaling_and_squaring import RayTokens, num_saved
 
 
@@ -30,11 +34,13 @@ def test_the_number_of_threads_changes_no_bit():
             generators = skew(torch.linspace(-9, 9, 2 * 4 * 28).view(2, 4, 28), 8).requires_grad_()
             rotations = block_rotations(positions, generators)
             tangents = cpu_kernels.block_tangents(*saved(positions, generators.detach()))
-            states = torch.linspace(-1, 1, 2 * 3 * 5 * 16).view(2, 5, 3, 16).transpose(1, 2)
-            cos_sin = torch.linspace(-1, 1, 3 * 5 * 16).view(1, 3, 5, 8, 2)
+            states = torch.linspace(-1, 1, 2 * 3 * 20 * 16).view(2, 20, 3, 16).transpose(1, 2)
+            cos_sin = torch.linspace(-1, 1, 3 * 20 * 16).view(1, 3, 20, 8, 2)
             rotated = cpu_kernels.apply_rotation((states, states), cos_sin)
             by_angle = cpu_kernels.angle_gradients(rotated, rotated, cos_sin.shape[:4])
-            results.append((rotations, tangents, *rotated, by_angle))
+            frequencies, phases = states[0, :, 0, :8].reshape(3, 2, 4), cos_sin[:, :, :, :2, 0]
+            commuting = cpu_kernels.commuting_backward(rotated, rotated, cos_sin, frequencies, phases)
+            results.append((rotations, tangents, *rotated, by_angle, *commuting))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, several) for one, several in zip(*results))
@@ -155,10 +161,58 @@ def test_mirrored_rays(every_library, grid, size):
 def test_one_pass_gives_what_two_give(every_library, shape, dtype):
     rotation = torch.randn(shape)
     gradients, states = ([among_others(torch.randn(3, 2, 5, 23).to(dtype)) for _ in "qk"] for _ in range(2))
-    *back, by_angle = cpu_kernels.planes_backward(gradients, states, rotation)
+    *back, by_cos_sin = cpu_kernels.planes_backward(gradients, states, rotation)
     for ours, expected in zip(back, cpu_kernels.apply_rotation(gradients, rotation, inverse=True), strict=True):
         assert torch.equal(ours, expected)
-    assert torch.equal(by_angle, cpu_kernels.angle_gradients(gradients, states, shape[:4]))
+    by_angle, (cos, sin) = cpu_kernels.angle_gradients(gradients, states, shape[:4]), rotation.unbind(-1)
+    # Sums over heads that share a rotation are rounded before the product or after it.
+    torch.testing.assert_close(by_cos_sin, torch.stack([-sin * by_angle, cos * by_angle], -1), rtol=1e-6, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size, scale", [(2, 1.0), (4, 1.0), (6, 1e3), (8, 1.0), (8, 0.0), (16, 30.0), (24, 1.0)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_of_commuting_generators(every_library, size, scale, shared):
+    """Against the plain operations in float64; also of equal frequencies, and of more tokens than are added at once."""
+    heads, tokens, blocks = 3, 19, 2
+    planes, width = size // 2, blocks * size
+    shape = 1, 1 if shared else heads, tokens
+    frequencies = scale * torch.randn(shape[1], blocks, planes).double()
+    frequencies[0, 0] = frequencies[0, 0, 0]
+    generators = torch.zeros(shape[1], blocks, size, size, dtype=torch.float64)
+    even = torch.arange(0, size, 2)
+    generators[..., even + 1, even], generators[..., even, even + 1] = frequencies, -frequencies
+    # Numbers with few digits, so that their float32 products with the phases are exact.
+    generators, phases = (x.bfloat16().double() for x in (generators, torch.randn(*shape, blocks)))
+    angles = (phases.unsqueeze(-1) * generators[..., even + 1, even].unsqueeze(1)).flatten(-2)
+    cos_sin = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    pairs = [[torch.randn(4, heads, tokens, width + 1).float() for _ in "qk"] for _ in range(2)]
+    expected = commuting_backward(*([x.double() for x in pair] for pair in pairs), cos_sin, generators, phases)
+    pairs = [[among_others(x) for x in pair] for pair in pairs]
+    found = commuting_backward(*pairs, cos_sin.float(), generators.float(), phases.float())
+    for ours, exact in zip(found, expected, strict=True):
+        # float32 rounding of sums of 8 samples and 57 tokens and heads, relative to the largest.
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-6 * exact.abs().max().item())
+
+
+@needs_kernels
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_cos_and_sin_have_the_bits_of_plain_operations(every_library, scale):
+    angles = scale * torch.randn(5, 3, 400, dtype=torch.float64).transpose(0, 1)
+    weight, results = torch.randn(3, 5, 400, 2), []
+    for context in (contextlib.nullcontext(), plain_operations()):
+        with context:
+            given = angles.clone().requires_grad_()
+            found = cos_sin(given)
+            results.append((found, *torch.autograd.grad((found * weight).sum(), given)))
+    assert all(torch.equal(ours, plain) for ours, plain in zip(*results, strict=True))
+    exact = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    # float32 rounding; whole revolutions of 1e6 are off by 1e-10.
+    torch.testing.assert_close(results[0][0].double(), exact, rtol=0, atol=4e-7)
+    with pytest.raises(RuntimeError, match="first derivative only"):
+        given = angles.clone().requires_grad_()
+        (first,) = torch.autograd.grad(cos_sin(given).sum(), given, create_graph=True)
+        torch.autograd.grad(first.sum(), given)
 
 
 @needs_kernels
