@@ -94,8 +94,8 @@ def layer_block_rotations(
     grid, num_prefix_tokens, centred = rays or (None, 0, False)
     squarings, saved = _squarings(positions.detach(), generators.detach()), 0
     if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):
-        # In a graph the number of squarings is unknown: reserve one per token, enough up to norm 819.
-        saved = positions.shape[0]
+        # In a graph the number of squarings is unknown: reserve two per token, enough up to norm 13,107.
+        saved = 2 * positions.shape[0]
         if not values_are_unknown(positions, squarings):
             tokens = ray_tokens(grid, num_prefix_tokens, centred, len(positions)).indices  # (rays, longest ray)
             saved = int(num_saved(ray_squarings(tokens, squarings)).sum())

@@ -31,10 +31,9 @@ POLYNOMIAL = (
 # Used where values are unknown, as in an exported graph: enough for norms up to 209,715 in float64. Every squaring
 # doubles the rounding error, so float32 gets fewer, for norms up to 3,276. For larger norms the result is NaN.
 PORTABLE_SQUARINGS = {torch.float64: 16, torch.float32: 10}
-# The backward pass squares in float32, where each squaring doubles the error: it starts again from every eighth square.
-# For LieRE64 the gradient of the generators then has an error of 1.7e-6 instead of 0.8e-6 with every fourth, and the
-# squares take half the memory.
-SAVE_INTERVAL = 8
+# The backward pass squares in float32, where each squaring doubles the error: it starts again from every sixth square.
+# With every fourth, the gradient of LieRE64 would have half the error, 8e-7, and the squares twice the memory.
+SAVE_INTERVAL = 6
 # For queries and keys of half types: the largest numbers of squarings of any token with which the polynomial, and the
 # products after it, are computed in float32. The polynomial adds errors of up to 2e-6 times the norm, the products of
 # 2e-8 times the norm: less than a tenth of what rounding to the type adds.
