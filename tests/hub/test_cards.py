@@ -74,6 +74,7 @@ def test_facts_of_a_paper_are_its_recipe(name):
     fields = {field.name for field in dataclasses.fields(hf_liere.LieREVideoConfig)}
     # What is not told of the model concerns its training, or is the encoding that the card is about.
     training = {"hidden_dropout_prob", "mlp_dropout_prob", "position_perturbation", "position_encoding"}
+    training |= {"token_initializer_range"}
     told = {**facts.recipe, **facts.model}
     for key in set(recipe) & fields - {"position_encoding"}:
         assert key in facts.model or key in training, key
