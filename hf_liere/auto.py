@@ -206,6 +206,20 @@ def load_peft(
     """
     Load a model with a peft adapter, such as LoRA, and the learned rotations saved with it.
 
+    ```python
+    import hf_liere
+    from peft import LoraConfig, get_peft_model
+    from transformers import CLIPModel
+
+    base = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(base, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["rotary_encoding"])
+    get_peft_model(base, lora).save_pretrained("clip-lora")
+
+    fresh = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    model = hf_liere.load_peft("clip-lora", fresh)  # LoRA and the rotations
+    ```
+
     Args:
         source: Folder or repository that the `save_pretrained` of peft's model wrote.
         base: The adapted model, patched or not, or its name; `None` means the name in the adapter's configuration.

@@ -73,6 +73,15 @@ def upgrade_encoding(
     """
     A model with a more general position encoding that computes the same function; see the top of this file.
 
+    ```python
+    import hf_liere
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
+    config = hf_liere.LieREViTConfig(position_encoding="rope_mixed", **sizes)
+    model = hf_liere.LieREViTForImageClassification(config)
+    upgraded = hf_liere.upgrade_encoding(model, position_encoding="liere")  # the same outputs, with free generators to train
+    ```
+
     Args:
         model: Any of our models; it is left as it is.
         position_encoding: One of [`LEARNED_ENCODINGS`].

@@ -23,6 +23,17 @@ def rotation_vector_to_matrix(vectors: torch.Tensor) -> torch.Tensor:
     """
     The matrices R = exp([p]×) of (…, 3) rotation vectors p: (…, 3, 3).
 
+    ```python
+    import torch
+    from hf_liere import rotation_vector_to_matrix
+
+    print(rotation_vector_to_matrix(torch.tensor([0.0, 0.0, torch.pi / 2])).round().int().tolist())  # a quarter turn
+    ```
+
+    ```text
+    [[0, -1, 0], [1, 0, 0], [0, 0, 1]]
+    ```
+
     Raises:
         ValueError: if vectors have another shape or type, or are not finite.
     """
@@ -37,6 +48,17 @@ def rotation_vector_to_matrix(vectors: torch.Tensor) -> torch.Tensor:
 def matrix_to_rotation_vector(matrices: torch.Tensor) -> torch.Tensor:
     """
     The rotation vectors, of lengths up to π, of (…, 3, 3) rotation matrices: (…, 3).
+
+    ```python
+    import torch
+    from hf_liere import matrix_to_rotation_vector
+
+    print(matrix_to_rotation_vector(torch.tensor([[0.0, -1, 0], [1, 0, 0], [0, 0, 1]])))
+    ```
+
+    ```text
+    tensor([0.0000, 0.0000, 1.5708])
+    ```
 
     Raises:
         ValueError: as [`check_rotation_matrices`].
@@ -60,6 +82,17 @@ def rotation_vector_to_quaternion(vectors: torch.Tensor, order: str) -> torch.Te
     """
     The unit quaternions w + xi + yj + zk, w = cos(‖p‖/2), of (…, 3) rotation vectors p: (…, 4).
 
+    ```python
+    import torch
+    from hf_liere import rotation_vector_to_quaternion
+
+    print(rotation_vector_to_quaternion(torch.tensor([0.0, 0.0, torch.pi / 2]), order="wxyz"))
+    ```
+
+    ```text
+    tensor([0.7071, 0.0000, 0.0000, 0.7071])
+    ```
+
     Args:
         order: `"wxyz"` or `"xyzw"`, the order of the four numbers. Libraries differ, so there is no default: scipy and
             ROS write xyzw, Eigen's constructor, PyTorch3D and COLMAP wxyz.
@@ -78,6 +111,17 @@ def rotation_vector_to_quaternion(vectors: torch.Tensor, order: str) -> torch.Te
 def quaternion_to_rotation_vector(quaternions: torch.Tensor, order: str) -> torch.Tensor:
     """
     The rotation vectors, of lengths up to π, of (…, 4) quaternions of any length but 0: (…, 3). q and −q have the same.
+
+    ```python
+    import torch
+    from hf_liere import quaternion_to_rotation_vector
+
+    print(quaternion_to_rotation_vector(torch.tensor([0.0, 0.0, 1.0, 1.0]), order="xyzw"))
+    ```
+
+    ```text
+    tensor([0.0000, 0.0000, 1.5708])
+    ```
 
     Args:
         order: As in [`rotation_vector_to_quaternion`].

@@ -21,6 +21,15 @@ def grid_positions(
     Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
     and register tokens. Rotations of a grid are computed faster than those of arbitrary points.
 
+    ```python
+    import torch
+    from hf_liere import LieRotaryEmbedding, grid_positions
+
+    rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=2, position_encoding="liere", block_size=8)
+    positions = grid_positions((14, 14), num_prefix_tokens=1)  # a class token and 196 patches
+    query, key = rotary(torch.randn(1, 8, 197, 64), torch.randn(1, 8, 197, 64), positions)
+    ```
+
     Args:
         grid: Patches per axis.
         coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"centred_grid"` (the

@@ -264,9 +264,14 @@ def set_frequency_schedule(
     layer, until it is set again. Learned factors stay, and `save_rotary` does not store a schedule.
 
     ```python
-    patch(pipeline.transformer, RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
+    from diffusers import FluxTransformer2DModel
+    from hf_liere import FrequencySchedule, RotaryPatchConfig, patch, set_frequency_schedule
+
+    shape = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+    transformer = FluxTransformer2DModel(**shape, axes_dims_rope=(4, 4, 8))  # or pipeline.transformer
+    patch(transformer, RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
     schedule = FrequencySchedule("ntk", trained_size=(None, 64, 64), dype=(2.0, 2.0))  # FLUX.1 at 1,024 pixels
-    set_frequency_schedule(pipeline.transformer, schedule)
+    set_frequency_schedule(transformer, schedule)
     ```
 
     Args:

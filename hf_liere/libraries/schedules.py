@@ -38,6 +38,14 @@ class ScheduleInput(NamedTuple):
         noise_level: 1 for noise to 0 for a clean image, a tensor without dimensions; `None` where the model does not
             tell.
         layer: Index of the attention module.
+
+    ```python
+    import torch
+    from hf_liere import ScheduleInput
+
+    def stretch_rows(given: ScheduleInput) -> tuple[torch.Tensor, float]:
+        return torch.where(given.axes == 0, 0.5, 1.0), 1.0  # a schedule for set_frequency_schedule
+    ```
     """
 
     frequencies: torch.Tensor
@@ -57,6 +65,13 @@ Schedule = Callable[[ScheduleInput], tuple[torch.Tensor, torch.Tensor | float]]
 class FrequencySchedule:
     """
     A published schedule, see the table of this module; at the trained size and below it changes nothing.
+
+    ```python
+    from hf_liere import FrequencySchedule
+
+    # FLUX.1 at 1,024 pixels: text, rows and columns; DyPE's exponents.
+    schedule = FrequencySchedule("ntk", trained_size=(None, 64, 64), dype=(2.0, 2.0))
+    ```
 
     Args:
         method: `"position_interpolation"`, `"ntk"` or `"yarn"`.

@@ -34,6 +34,15 @@ def save_rotary(model: nn.Module, directory: str | Path, overwrite: bool = False
     """
     Write only the rotations, a few kilobytes for [`load_rotary`]: `rotary_config.json` and `rotary.safetensors`.
 
+    ```python
+    import hf_liere
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    hf_liere.save_rotary(model, "clip-rotations")
+    ```
+
     Args:
         overwrite: Whether to replace the rotations that the directory contains.
 
@@ -116,6 +125,18 @@ def load_rotary(
 ) -> nn.Module:
     """
     Patch a model in place with rotations that [`save_rotary`] wrote; a model with the same patch gets their values.
+
+    ```python
+    import hf_liere
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    hf_liere.save_rotary(model, "clip-rotations-of-today")
+
+    fresh = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.load_rotary(fresh, "clip-rotations-of-today")
+    ```
 
     Args:
         source: Directory, or repository on the Hub.

@@ -112,6 +112,20 @@ def unpatch(model: nn.Module, keep_frequencies: bool = False) -> nn.Module:
     """
     Remove the rotations in place; this restores the class of the original model and keeps the current weights.
 
+    ```python
+    import hf_liere
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    hf_liere.unpatch(model)
+    print(hf_liere.is_patched(model))
+    ```
+
+    ```text
+    False
+    ```
+
     Args:
         keep_frequencies: Write learned frequencies (`rope_mixed` with `rotary_init="pretrained"`) to `rope_parameters`
             of the configuration, as `longrope` with a factor for every frequency: a plain model, which computes the
@@ -134,7 +148,21 @@ def unpatch(model: nn.Module, keep_frequencies: bool = False) -> nn.Module:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether any vision tower of the model is patched."""
+    """
+    Whether any vision tower of the model is patched.
+
+    ```python
+    import hf_liere
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    print(hf_liere.is_patched(model))
+    ```
+
+    ```text
+    False
+    ```
+    """
     return any(True for _ in patched_towers(model))
 
 
@@ -144,6 +172,18 @@ def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     peft freezes them, except with `LoraConfig(…, modules_to_save=["rotary_encoding"])`: then these are peft's trainable
     copies, which its `save_pretrained` writes; see the example of [`patch`].
+
+    ```python
+    import hf_liere
+    import torch
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    model.requires_grad_(False)
+    rotations = [parameter.requires_grad_() for _, parameter in hf_liere.rotary_parameters(model)]
+    optimizer = torch.optim.AdamW(rotations, lr=3e-4, weight_decay=0.0)
+    ```
     """
     for tower_name, tower in patched_towers(model):
         for name, parameter in tower.rotary_encoding.named_parameters():
@@ -154,6 +194,15 @@ def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def set_absolute_weight(model: nn.Module, weight: float) -> None:
     """
     Set the weight of the position table in a model patched with `keep_absolute="fade"`: 1 as pretrained, 0 without it.
+
+    ```python
+    import hf_liere
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="liere", keep_absolute="fade"))
+    hf_liere.set_absolute_weight(model, 0.5)  # call it again as training goes on, down to 0
+    ```
 
     Raises:
         ValueError: if the model is not patched with that option, or the weight is not in [0, 1].
@@ -173,6 +222,15 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
 def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     Require that the Auto classes can restore a saved model with its rotations; returns the model.
+
+    ```python
+    import hf_liere
+    from transformers import CLIPModel
+
+    model = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    hf_liere.complete_model(model).save_pretrained("clip-complete")
+    ```
 
     Raises:
         ValueError: if the model is not patched, transformers does not export its class, or it contains adapters.

@@ -1,10 +1,11 @@
 """
-The documentation: every page runs as it is written, in an empty folder and one namespace, with small models under the
-names of large ones; the site builds.
+The documentation: every page and every example of a public object runs as it is written, in an empty folder and one
+namespace, with small models under the names of large ones; the site builds.
 """
 
 import contextlib
 import importlib.metadata
+import inspect
 import io
 import os
 import re
@@ -21,9 +22,10 @@ from conversion_cases import liere_weights
 from fresh_process import run_python
 from hub_client import WRITE
 from page_models import MODELS
-from pages import PAGES, SITE, blocks, commands, name
+from pages import PAGES, SITE, blocks, commands, find_blocks, name
 from training_helpers import write_images_folder, write_parquet
 
+import hf_liere
 import training.evaluate_sweep as sweeps
 from hf_liere.cli import build_parser, main
 from training.common.command_line import parse_arguments
@@ -103,6 +105,23 @@ def test_every_block_runs(page, reader, request):
                         assert main(arguments) == (1 if block.output else 0), arguments
         if block.output is not None:
             assert printed.getvalue().strip() == block.output.strip(), f"{page.name}, line {block.line}"
+
+
+EXAMPLE_MARKS = {"set_frequency_schedule": MARKS["diffusion.md"]}
+EXAMPLES = [pytest.param(name, marks=EXAMPLE_MARKS.get(name, ())) for name in hf_liere.__all__ if name != "__version__"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_public_object_has_an_example_that_runs(name, reader):
+    """In its docstring, which the site shows; later blocks use what earlier ones define, as on a page."""
+    examples = find_blocks(inspect.getdoc(getattr(hf_liere, name)))
+    assert examples
+    namespace = {}
+    for example in examples:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(example.text, name, "exec"), namespace)
+        assert example.output is None or printed.getvalue() == example.output
 
 
 def is_there(argument: str) -> bool:

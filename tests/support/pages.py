@@ -11,7 +11,7 @@ from checkout import ROOT
 TRAINING = ROOT / "training" / "README.md"
 SITE = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
 PAGES = [ROOT / "README.md", TRAINING, *SITE]
-BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -33,7 +33,11 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
+    return find_blocks(page.read_text(encoding="utf-8"))
+
+
+def find_blocks(text: str) -> list[Block]:
+    """Those of a page or of a docstring."""
     return [Block(*found.groups(), text.count("\n", 0, found.start()) + 1) for found in BLOCK.finditer(text)]
 
 

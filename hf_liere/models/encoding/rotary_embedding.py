@@ -27,23 +27,24 @@ class LieRotaryEmbedding(nn.Module):
     after the query and key projections of an attention.
 
     ```python
+    import torch
+    from hf_liere import LieRotaryEmbedding
+    query, key, positions = torch.randn(2, 8, 9, 64), torch.randn(2, 2, 9, 64), torch.rand(9, 3)
     rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=3, num_key_value_heads=2)
     query, key = rotary(query, key, positions)  # (B, 8, N, 64), (B, 2, N, 64); (N, 3) or (B, N, 3)
-    query, key = rotary(query, key, positions, key_positions)  # keys of other tokens than the queries
+    query, key = rotary(query, key, positions, positions + 1)  # keys of other tokens than the queries
     key = rotary.rotate(key, positions)  # a key that a cache keeps
     ```
 
-    Layers may have one module each, or share one that computes the rotations of all layers at once, with fewer
-    operations:
+    Layers may have one module each, or share one that computes the rotations of all layers with fewer operations:
 
     ```python
-    rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=2, num_layers=12)
+    rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=3, num_key_value_heads=2, num_layers=12)
     rotations = rotary.rotations(positions, query.dtype)
     query, key = rotary(query, key, rotations, layer=3)
     ```
 
-    Rotations start at those of any RoPE if they get its `frequencies` and its `pairing` of channels; `like` of the
-    public class finds both.
+    Rotations start at those of any RoPE with its `frequencies` and `pairing`; `like` of the public class finds both.
 
     Train its parameters, see `rotary_parameters`, in float32 and without weight decay.
 

@@ -52,6 +52,13 @@ class RotaryPatchConfig(GridFields, RotaryFields):
     `comrope_ld` by default, and [`GridFields`] for coordinates; towers whose samples have different grids draw
     displacements for each sample.
 
+    ```python
+    from hf_liere import RotaryPatchConfig
+
+    clip = RotaryPatchConfig(position_encoding="comrope_ld", block_size=8)  # for models without rotations
+    llama = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")  # for models with RoPE
+    ```
+
     Args:
         layers: Indices of the attention layers to rotate, from 0; `None` means all.
         target: Dotted name of the vision tower, or of the module around the one that computes RoPE, as in

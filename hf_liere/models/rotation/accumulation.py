@@ -36,6 +36,13 @@ def accumulate_rotations(model: nn.Module, *, sync_gradients: bool) -> Iterator[
     those without it up to rounding, after the backward pass of the last micro-batch.
 
     ```python
+    import hf_liere
+    import torch
+
+    model = hf_liere.LieRETokensForSequenceClassification(hf_liere.LieRETokensConfig(num_hidden_layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = {"inputs_embeds": torch.randn(2, 9, 1), "positions": torch.rand(2, 9, 1), "labels": torch.tensor([0, 1])}
+    batches = [batch, batch]
     for index, batch in enumerate(batches):
         with hf_liere.accumulate_rotations(model, sync_gradients=index == len(batches) - 1):
             (model(**batch).loss / len(batches)).backward()

@@ -242,6 +242,13 @@ class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
     r"""
     Configuration of the image models. See [`LieREPixelConfig`] for the fields shared with video models.
 
+    ```python
+    from hf_liere import LieREViTConfig, LieREViTModel
+
+    config = LieREViTConfig(position_encoding="liere", block_size=8, hidden_size=384, num_attention_heads=6)
+    model = LieREViTModel(config)  # its weights are random
+    ```
+
     Args:
         apply_layernorm (`bool`, defaults to `True`): Whether the backbone normalises its feature maps.
         reshape_hidden_states (`bool`, defaults to `True`):
@@ -279,6 +286,17 @@ class LieREVideoConfig(LieREPixelConfig):
     r"""
     Configuration of the video and volume models. See [`LieREPixelConfig`] for the fields shared with image models.
 
+    ```python
+    from hf_liere import LieREVideoConfig
+
+    config = LieREVideoConfig(position_encoding="liere", block_size=8, num_frames=16, image_size=112)
+    print(config.train_grid)  # patches of a training clip: time, rows, columns
+    ```
+
+    ```text
+    (8, 7, 7)
+    ```
+
     Args:
         num_frames (`int`, defaults to 8): Frames (or slices) of a training clip.
         tubelet_size (`int`, defaults to 2): Frames (or slices) of one patch; LieRE trains UCF101 with 8 and 2.
@@ -315,6 +333,13 @@ class LieRETokensConfig(LieREConfig):
 
     `position_encoding="absolute"` is a table that is read at coordinates and needs `position_table_size`. For the
     indices 0 … n − 1 of a series, `position_table_size=[n]` with `position_scale=1 / (n - 1)` has one entry per index.
+
+    ```python
+    from hf_liere import LieRETokensConfig
+
+    # Points in a room of 10 m with three features each: coordinates from 0 to 1.
+    config = LieRETokensConfig(feature_size=3, num_axes=3, position_encoding="liere", block_size=8, position_scale=0.1)
+    ```
 
     Args:
         feature_size (`int`, defaults to 1): Number of features of a token.

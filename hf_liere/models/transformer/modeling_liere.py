@@ -234,6 +234,13 @@ class LieREViTModel(LieREPixelModel):
     """
     Image transformer without a head.
 
+    ```python
+    import torch
+    from hf_liere import LieREViTConfig, LieREViTModel
+    model = LieREViTModel(LieREViTConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=3))
+    features = model(torch.randn(1, 3, 224, 160)).last_hidden_state  # (1, 1 + 14 · 10, 96)
+    ```
+
     Args:
         config: A [`LieREViTConfig`].
         use_mask_token: Whether to create the mask token of masked image modeling.
@@ -277,14 +284,33 @@ class LieREForClassification(LieREPreTrainedModel):
 
 
 class LieREViTForImageClassification(LieREForClassification):
-    """[`LieREViTModel`] with a classifier on its pooled output, see [`LieREForClassification`]."""
+    """
+    [`LieREViTModel`] with a classifier on its pooled output, see [`LieREForClassification`].
+
+    ```python
+    import torch
+    from hf_liere import LieREViTConfig, LieREViTForImageClassification
+    config = LieREViTConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=3, num_labels=10)
+    outputs = LieREViTForImageClassification(config)(torch.randn(2, 3, 224, 224), labels=torch.tensor([3, 7]))
+    outputs.loss.backward()  # the logits are outputs.logits, (2, 10)
+    ```
+    """
 
     config: LieREViTConfig
     encoder_class = LieREViTModel
 
 
 class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
-    """[`LieREViTModel`] that predicts the pixels of masked patches with one linear map (SimMIM, Xie et al. 2022)."""
+    """
+    [`LieREViTModel`] that predicts the pixels of masked patches with one linear map (SimMIM, Xie et al. 2022).
+
+    ```python
+    import torch
+    from hf_liere import LieREViTConfig, LieREViTForMaskedImageModeling
+    model = LieREViTForMaskedImageModeling(LieREViTConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=3))
+    model(torch.randn(2, 3, 224, 224), bool_masked_pos=torch.rand(2, 196) < 0.6).loss.backward()
+    ```
+    """
 
     config: LieREViTConfig
 
@@ -327,7 +353,16 @@ class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
 
 
 class LieREViTBackbone(BackboneMixin, LieREViTModel):
-    """[`LieREViTModel`] as the backbone of detection and segmentation models."""
+    """
+    [`LieREViTModel`] as the backbone of detection and segmentation models.
+
+    ```python
+    import torch
+    from hf_liere import LieREViTBackbone, LieREViTConfig
+    config = LieREViTConfig(hidden_size=96, num_hidden_layers=4, num_attention_heads=3, out_indices=[2, 4])
+    maps = LieREViTBackbone(config)(torch.randn(1, 3, 224, 160)).feature_maps  # two of (1, 96, 14, 10)
+    ```
+    """
 
     def __init__(self, config: LieREViTConfig):
         refuse_patch_dropout(config, "feature maps contain all patches")

@@ -72,6 +72,16 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
     positions by the same vector does not change the outputs of encodings whose generators commute: all but LieRE with
     `block_size` above 2 on more than one axis.
 
+    ```python
+    import torch
+    from hf_liere import LieRETokensConfig, LieRETokensModel
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
+    model = LieRETokensModel(LieRETokensConfig(feature_size=3, num_axes=2, **sizes))
+    features, positions = torch.randn(1, 50, 3), torch.rand(1, 50, 2)  # 50 tokens on a plane
+    states = model(inputs_embeds=features, positions=positions).last_hidden_state  # (1, 1 + 50, 96)
+    ```
+
     Args:
         config: A [`LieRETokensConfig`].
     """
@@ -163,7 +173,19 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
 
 
 class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):
-    """[`LieRETokensModel`] with a classifier on its pooled output: linear, or with one hidden layer."""
+    """
+    [`LieRETokensModel`] with a classifier on its pooled output: linear, or with one hidden layer.
+
+    ```python
+    import torch
+    from hf_liere import LieRETokensConfig, LieRETokensForSequenceClassification
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
+    model = LieRETokensForSequenceClassification(LieRETokensConfig(feature_size=3, num_axes=2, num_labels=4, **sizes))
+    features, positions = torch.randn(2, 50, 3), torch.rand(2, 50, 2)
+    model(inputs_embeds=features, positions=positions, labels=torch.tensor([0, 3])).loss.backward()
+    ```
+    """
 
     def __init__(self, config: LieRETokensConfig):
         super().__init__(config)
@@ -194,6 +216,15 @@ class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):
 class LieRETokensForTokenClassification(LieRETokensPreTrainedModel):
     """
     [`LieRETokensModel`] with a classifier on every token: linear, or with one hidden layer.
+
+    ```python
+    import torch
+    from hf_liere import LieRETokensConfig, LieRETokensForTokenClassification
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
+    model = LieRETokensForTokenClassification(LieRETokensConfig(feature_size=3, num_axes=2, num_labels=4, **sizes))
+    logits = model(inputs_embeds=torch.randn(2, 50, 3), positions=torch.rand(2, 50, 2)).logits  # (2, 50, 4)
+    ```
 
     Raises:
         ValueError: with `final_norm="pooled"`, which does not normalise tokens.

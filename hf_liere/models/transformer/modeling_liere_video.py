@@ -13,6 +13,15 @@ class LieREVideoModel(LieREPixelModel):
     `forward` takes pixel_values (B, T, C, H, W) with any number of channels, as in VideoMAE; positions have three axes:
     frames, rows, columns.
 
+    ```python
+    import torch
+    from hf_liere import LieREVideoConfig, LieREVideoModel
+
+    config = LieREVideoConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=3, image_size=64)
+    clip = torch.randn(1, 8, 3, 64, 64)  # (batch, frames, channels, height, width)
+    features = LieREVideoModel(config)(clip).last_hidden_state  # (1, 1 + 4 · 4 · 4, 96)
+    ```
+
     Args:
         config: A [`LieREVideoConfig`].
         use_mask_token: Whether to create the mask token of masked modeling.
@@ -30,7 +39,18 @@ class LieREVideoModel(LieREPixelModel):
 
 
 class LieREVideoForVideoClassification(LieREForClassification):
-    """[`LieREVideoModel`] with a classifier on its pooled output, see [`LieREForClassification`]."""
+    """
+    [`LieREVideoModel`] with a classifier on its pooled output, see [`LieREForClassification`].
+
+    ```python
+    import torch
+    from hf_liere import LieREVideoConfig, LieREVideoForVideoClassification
+
+    config = LieREVideoConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=3, image_size=64, num_labels=5)
+    model = LieREVideoForVideoClassification(config)
+    model(torch.randn(1, 8, 3, 64, 64), labels=torch.tensor([2])).loss.backward()
+    ```
+    """
 
     config: LieREVideoConfig
     input_modalities = ("video",)

@@ -15,6 +15,15 @@ def batch_of_patches(
     Batch inputs of different sizes, in the format of transformers' `Siglip2ImageProcessor`, which also resizes and
     normalises images.
 
+    ```python
+    import torch
+    from hf_liere import LieREViTConfig, LieREViTModel, batch_of_patches
+
+    model = LieREViTModel(LieREViTConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=3))
+    images = [torch.randn(3, 224, 160), torch.randn(3, 64, 96)]
+    outputs = model(**batch_of_patches(images, model.config))
+    ```
+
     Args:
         inputs: Images (C, H, W) or clips (T, C, H, W), of sizes divisible by the patch.
         config: A [`LieREPixelConfig`].
