@@ -79,7 +79,7 @@ def upgrade_encoding(
     sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
     config = hf_liere.LieREViTConfig(position_encoding="rope_mixed", **sizes)
     model = hf_liere.LieREViTForImageClassification(config)
-    upgraded = hf_liere.upgrade_encoding(model, position_encoding="liere")  # the same outputs, with free generators to train
+    upgraded = hf_liere.upgrade_encoding(model, position_encoding="liere")  # the same outputs
     ```
 
     Args:
