@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+from checkout import ROOT
+from pages import blocks
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingMixed, apply_rot_embed_cat
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+import hf_liere
 from hf_liere import LieRotaryEmbedding, grid_positions, reference
 
 
@@ -331,3 +334,32 @@ def test_periodic_axes_wrap_around():
 def test_frequencies_and_pairs_that_do_not_fit(fields, message):
     with pytest.raises(ValueError, match=message):
         LieRotaryEmbedding(HEADS, HEAD_DIM, **{"num_axes": 2, "position_encoding": "rope_mixed", **fields})
+
+
+def test_the_lines_for_monai_attend_in_millimetres():
+    """
+    Patches of one content at the same place in scans of 3 and 1 mm have the same scores, also where MONAI splits them.
+    """
+    namespace = {"torch": torch, "nn": nn, "hf_liere": hf_liere}
+    lines = next(block.text for block in blocks(ROOT / "docs/layer.md") if "class RotatedSplit" in block.text)
+    exec(compile(lines, "docs/layer.md", "exec"), namespace)
+    content, qkv = torch.randn(1, 8, 32), nn.Linear(32, 3 * HEADS * HEAD_DIM)
+
+    def split(x):
+        return x.unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+
+    rotated = namespace["RotatedSplit"](split, LieRotaryEmbedding(HEADS, HEAD_DIM, 3, "rope_mixed"))
+
+    def scores(affine, shape, unit, tokens):
+        centres = namespace["patch_centres"](affine, shape, 4, unit)
+        rotated.positions = centres[tokens]
+        query, key, _ = rotated(qkv(content))
+        return query @ key.mT
+
+    coarse, fine = torch.diag(torch.tensor([3.0, 3, 3, 1])), torch.eye(4)
+    fine[:3, 3] = -1  # the centre of the first voxel of 1 mm, from that of the voxel of 3 mm around it
+    middle = torch.arange(216).view(6, 6, 6)[1::3, 1::3, 1::3].flatten()
+    expected = scores(coarse, (8, 8, 8), 12.0, torch.arange(8))
+    # Sums of 48 products of numbers near one.
+    torch.testing.assert_close(scores(fine, (24, 24, 24), 12.0, middle), expected, atol=2e-5, rtol=0)
+    assert (scores(fine, (24, 24, 24), 4.0, middle) - expected).abs().max() > 0.01
