@@ -337,9 +337,7 @@ def test_frequencies_and_pairs_that_do_not_fit(fields, message):
 
 
 def test_the_lines_for_monai_attend_in_millimetres():
-    """
-    Patches of one content at the same place in scans of 3 and 1 mm have the same scores, also where MONAI splits them.
-    """
+    """Patches of one content at the same place in scans of 3 and 1 mm have the same scores."""
     namespace = {"torch": torch, "nn": nn, "hf_liere": hf_liere}
     lines = next(block.text for block in blocks(ROOT / "docs/layer.md") if "class RotatedSplit" in block.text)
     exec(compile(lines, "docs/layer.md", "exec"), namespace)
