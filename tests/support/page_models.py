@@ -62,5 +62,6 @@ MODELS = {
     "facebook/dinov3-vits16-pretrain-lvd1689m": dino,
     "facebook/dinov3-vitb16-pretrain-lvd1689m": dino,
     "meta-llama/Llama-3.2-1B": llama,
+    "outputs/smollm2": llama,
     "Qwen/Qwen2.5-VL-3B-Instruct": qwen,
 }
