@@ -40,6 +40,8 @@ LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05, "perplexity": 0.05}
 TITLE_WIDTH = 90
 # The same in the names beside rows.
 ROW_WIDTH = 42
+# The same in a legend below it, and what a handle takes of them.
+LEGEND_WIDTH, LEGEND_HANDLE = 112, 8
 # The axis is logarithmic if the largest number is this many times the smallest.
 LOGARITHMIC = 8
 
@@ -59,7 +61,9 @@ def plot(table: Table, title: str, path: Path) -> None:
         axes.set_xlabel(AXES.get(number, number))
         axes.set_ylabel(scale)
         axes.grid(axis="y", color="#DDDDDD")
-        figure.legend(frameon=False, loc="outside lower center", ncols=4)
+        handles, labels = axes.get_legend_handles_labels()
+        columns = min(4, LEGEND_WIDTH // max(len(name) + LEGEND_HANDLE for name in labels))
+        figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=max(1, columns))
     else:
         columns = _plot_rows(axes, table, label)
         axes.set_xlabel(scale)
