@@ -9,6 +9,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
+from .libraries.names import library_of
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, auto_classes, rotary_class, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
@@ -22,7 +23,7 @@ from .storage.loading import (
     require_loaded_keys,
     translate_loading_errors,
 )
-from .storage.saved_model import ADAPTER_CONFIG
+from .storage.saved_model import ADAPTER_CONFIG, SavedModel
 
 
 if TYPE_CHECKING:
@@ -183,9 +184,16 @@ def _refuse_adapter(checkpoint: str | os.PathLike) -> None:
     """Raise [`CheckpointError`] for a folder with rotations that no model of transformers contains."""
     if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
         refuse_diffusers(checkpoint)
-        raise CheckpointError(
-            f"{checkpoint} contains rotations without a model (save_rotary): load them into their model with "
+        with translate_loading_errors(checkpoint):
+            (base, *_) = SavedModel(checkpoint).read_json(ADAPTER_CONFIG)["base"] or [{}]
+            library = library_of(base.get("model_type"))
+        advice = (
             "load_rotary and save complete_model(model), which is accepted here."
+            if library == "transformers"
+            else f"load_rotary. That model is of {library}, and accepted here are models of transformers."
+        )
+        raise CheckpointError(
+            f"{checkpoint} contains rotations without a model (save_rotary): load them into their model with {advice}"
         )
 
 

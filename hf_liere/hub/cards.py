@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..auto import model_class, models_of
 from ..errors import require_libraries
-from ..libraries.families import FAMILIES
+from ..libraries.names import library_of
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..storage.saved_model import SavedModel
 from ..version import __version__
@@ -102,7 +102,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     task = _task(architecture)
     metadata = ModelCardData(
         license=facts.license,
-        library_name="diffusers" if facts.model.get("base_model_type") in FAMILIES else "transformers",
+        library_name=library_of(facts.model.get("base_model_type")),
         pipeline_tag=task,
         base_model=facts.base_model,
         datasets=hub_ids or None,
@@ -138,7 +138,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         examples="clips" if video else "images",
         folder=folder,
         adapter=facts.architecture == "adapter",
-        of_diffusers=facts.model.get("base_model_type") in FAMILIES,
+        library=library_of(facts.model.get("base_model_type")),
         **_snippet(facts, repo_id),
     )
     return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)

@@ -33,10 +33,13 @@ from hf_liere import (
     save_rotary,
     unpatch,
 )
+from hf_liere.cli import main
 from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.hub.cards import push_card
 from hf_liere.libraries.timm_patch import EMBEDDINGS
 from hf_liere.libraries.timm_rope import SPECTRA
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.storage.saved_model import SavedModel
 
 
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)
@@ -337,6 +340,18 @@ def test_adapters_in_a_fresh_process(tmp_path):
         load_rotary(VIT.build(seed=1), tmp_path / name)
     with pytest.raises(ValueError, match="contains rotations for another model"):
         load_rotary(DEIT.build(), tmp_path / name)
+
+
+@pytest.mark.parametrize("case", [VIT, DEIT, EVA, AXIAL], ids=["vit", "distilled", "eva", "naflex"])
+def test_cards_load_the_model_from_timm_and_commands_refuse_the_rotations(case, tmp_path, capsys):
+    model = case.build()
+    save_rotary(patch(model, case.configs[0]), tmp_path / "rotations")
+    card = str(push_card(SavedModel(tmp_path / "rotations"), "tester/rotations"))
+    assert "library_name: timm" in card and "AutoModel" not in card
+    assert 'base = timm.create_model("BASE", pretrained=True)' in card
+    assert main(["rope", str(tmp_path / "rotations")]) == 1
+    error = capsys.readouterr().err
+    assert "load_rotary. That model is of timm" in error and "complete_model" not in error
 
 
 @pytest.mark.parametrize(
