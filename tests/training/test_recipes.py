@@ -456,7 +456,8 @@ def check_command(words):
 
 
 def test_the_table_of_sweeps_names_the_tables_and_figures_of_each():
-    for names, where in re.findall(r"^\| (`[^|]+`) \| [^|]+ \| ([^|]+) \|$", README, re.MULTILINE):
+    table = README.split("These sweeps were not run")[0]
+    for names, where in re.findall(r"^\| (`[^|]+`) \| [^|]+ \| ([^|]+) \|$", table, re.MULTILINE):
         of_row = set(re.findall(r"`(\w+)`", names))
         if not of_row <= {path.stem for path in SWEEPS}:
             continue

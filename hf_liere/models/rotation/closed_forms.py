@@ -61,11 +61,16 @@ def cos_sin(angles: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.T
 class _CosSin(torch.autograd.Function):
     """[`cos_sin`] by a backend, with the same bits."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, angles, backend):
-        ctx.backend, result = backend, backend.cos_sin(angles)
-        ctx.save_for_backward(result)
-        return result
+    def forward(angles, backend):
+        return backend.cos_sin(angles)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.backend = inputs[1]
+        ctx.save_for_backward(output)
 
     @staticmethod
     @forbid_second_derivative
