@@ -185,7 +185,7 @@ def _refuse_adapter(checkpoint: str | os.PathLike) -> None:
     if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
         refuse_diffusers(checkpoint)
         with translate_loading_errors(checkpoint):
-            (base, *_) = SavedModel(checkpoint).read_json(ADAPTER_CONFIG)["base"] or [{}]
+            (base, *_) = SavedModel(checkpoint).read_json(ADAPTER_CONFIG).get("base") or [{}]
             library = library_of(base.get("model_type"))
         advice = (
             "load_rotary and save complete_model(model), which is accepted here."

@@ -77,9 +77,10 @@ def test_images_of_one_size(tiny, tmp_path, encoding, block_size, suffix):
         run_exported(path, torch.randn(1, 3, 24, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "suffix, coordinates",
-    [(".onnx", "centred_grid"), pytest.param(".pt2", "train_grid", marks=pytest.mark.slow)],
+    [(".onnx", "centred_grid"), (".pt2", "train_grid")],
 )
 def test_liere_of_any_size(tiny, tmp_path, suffix, coordinates):
     """The exponential itself is in the graph, in float64."""

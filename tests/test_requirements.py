@@ -8,14 +8,8 @@ import pytest
 from checkout import ROOT, TESTS
 
 
-@pytest.mark.parametrize(
-    "required, outcome",
-    [
-        pytest.param("", "1 skipped", marks=pytest.mark.slow),
-        ("kernels,browser", "1 error"),
-        pytest.param("compiler", "", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("required, outcome", [("", "1 skipped"), ("kernels,browser", "1 error"), ("compiler", "")])
 def test_a_machine_without_kernels(required, outcome):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "number_of_threads"]
     environment = {**os.environ, "HF_LIERE_CPU_KERNELS": "0", "HF_LIERE_REQUIRE": required}

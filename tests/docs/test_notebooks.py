@@ -88,6 +88,7 @@ def test_clip(ran):
     assert is_patched(names["clip"]) and names["after"].isfinite().all()
 
 
+@pytest.mark.slow
 def test_layer(ran):
     accuracies = ran("layer")["accuracies"]
     assert accuracies["liere"] > 0.95 and accuracies["no positions"] < 0.5

@@ -473,6 +473,7 @@ def test_a_card_of_a_model_that_no_auto_class_loads(run):
     assert "model = model_class.from_pretrained(repository, revision=commit)" in text
 
 
+@pytest.mark.slow
 def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
     folder, digest = run
     records(tmp_path / "at_32", digest, accuracy=0.5, size=32)

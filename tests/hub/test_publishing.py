@@ -223,6 +223,7 @@ def test_branches(saved, hub):
     assert hub.repo("tester/model").resolve("wide") == published.commit != hub.repo("tester/model").resolve("main")
 
 
+@pytest.mark.slow
 def test_the_code_of_every_card_runs(saved, hub, tmp_path):
     """In one process that does not import hf_liere, on pictures and frames that lie there."""
     home, blocks = tmp_path / "visitor", []

@@ -187,7 +187,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 6, 12, 2), (1, 1, 6, 3, 8, 8)])
+@pytest.mark.parametrize("shape", [(1, 2, 6, 12, 2), pytest.param((1, 1, 6, 3, 8, 8), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_in_memory(kernels, layout, shape):
     """Of queries, keys and the gradients of rotated ones: results are dense, and those of float64."""

@@ -88,6 +88,7 @@ def test_every_section_belongs_to_a_place_that_is_there():
         assert not section or f"\n## {section}\n" in (ROOT / page).read_text(), destination
 
 
+@pytest.mark.slow
 def test_failures_and_time_limits_are_outcomes():
     failed = run_section("no_such_section", SETTINGS, time_limit=300)
     assert failed.outcome == "failed" and "exit code 2" in failed.text and "invalid choice" in failed.text

@@ -396,6 +396,7 @@ def test_bad_input_is_refused_before_any_training(flags, message, llama, data, t
     assert not list(tmp_path.glob("**/checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_read_are_named_without_a_traceback(tmp_path):
     (tmp_path / "latin.txt").write_bytes("größer".encode("latin-1"))
     (tmp_path / "good.txt").write_text("good")

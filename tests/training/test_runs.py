@@ -235,6 +235,7 @@ def test_the_arrows_recipe_trains(tmp_path):
     assert config["id2label"] == {"0": "up", "1": "right", "2": "down", "3": "left"}
 
 
+@pytest.mark.slow
 def test_larger_arrows_are_larger_grids(tmp_path):
     flags = [*TINY_MODEL, "--dataset_name", "arrows", "--image_size", "108", "--patch_size", "12", "--use_cpu", "true"]
     flags += ["--max_train_samples", "8", "--max_eval_samples", "8", "--disable_tqdm", "true"]

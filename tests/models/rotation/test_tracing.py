@@ -54,7 +54,7 @@ def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
         pytest.param("rope_mixed", 2, marks=pytest.mark.slow),
         pytest.param("cayley_string", 8, marks=pytest.mark.slow),
         pytest.param("spherical_rope", 3, marks=pytest.mark.slow),
-        ("liere_product", 8),
+        pytest.param("liere_product", 8, marks=pytest.mark.slow),
     ],
 )
 def test_an_exported_program_runs_where_gradients_are_recorded(tiny, tmp_path, encoding, block_size):

@@ -159,6 +159,7 @@ def test_checkpointed_and_mixed_precision(model, batch):
         torch.testing.assert_close(logits(model.eval(), batch), half, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 def test_hooks_in_compiled_models(tiny, batch):
     model, seen = build(tiny, "comrope_ld", num_hidden_layers=1), []
     expected = step(model, batch)

@@ -208,9 +208,8 @@ def test_gradient_checkpointing_keeps_the_same_patches(tiny, fields, reentrant):
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(
-    "fields", [CASES[2], *(pytest.param(CASES[index], marks=pytest.mark.slow) for index in (5, 8))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [CASES[index] for index in (2, 5, 8)])
 def test_dropped_patches_in_a_compiled_graph(tiny, fields):
     """Random numbers differ between graphs, so the kept patches are read from the result."""
     model = classifier(tiny(patch_dropout_prob=0.5, pooling="mean", **fields)).liere.train()
