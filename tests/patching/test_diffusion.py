@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from checkout import ROOT
+from library_checks import check_gradients, check_start, gradients, normal, randomize
 from patching_checks import check_adapters
 from peft import LoraConfig, get_peft_model_state_dict
 
@@ -16,7 +17,6 @@ from hf_liere import (
     is_patched,
     load_rotary,
     patch,
-    rotary_parameters,
     save_rotary,
     set_frequency_schedule,
     unpatch,
@@ -26,7 +26,7 @@ from hf_liere.libraries.families import FAMILIES
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusers.hooks import apply_group_offloading  # noqa: E402
-from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, VARIANTS, ZEROS, normal, run, sd3, vary  # noqa: E402
+from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, VARIANTS, ZEROS, run, sd3, vary  # noqa: E402
 
 
 ROW = re.compile(r"^\| `(\w+Model)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -42,39 +42,16 @@ patched = pytest.mark.parametrize(
 )
 
 
-def gradients(model, inputs):
-    model.zero_grad()
-    run(model, inputs).square().mean().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-@torch.no_grad()
-def randomize(model, scale=0.05):
-    generator = torch.Generator().manual_seed(5)
-    for _, parameter in rotary_parameters(model):
-        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-
-
 @patched
 def test_start_gradients_and_unpatching(case, config):
     """
     Learned frequencies and rotations that start at zero leave the same bits, and blocks are within rounding; so are
     the gradients of the weights, which proves that nothing between them changed.
     """
-    model, inputs = case.build(), case.inputs()
-    kind, before, plain = type(model), run(model, inputs), gradients(model, inputs)
-    patch(model, config)
-    after, learned = run(model, inputs), gradients(model, inputs)
-    if config is BLOCKS:
-        assert (after - before).abs().max() < 1e-5
-    else:
-        assert torch.equal(after, before)
-    for name, gradient in plain.items():
-        # The angles of LTX reach 15,000 radians, so that its own float32 is off by 1e-3 where blocks are exact.
-        tolerance = 1e-2 if case.name.startswith("LTX") and config is BLOCKS else 1e-4
-        assert (learned.pop(name) - gradient).abs().max() <= tolerance * gradient.abs().max() + 1e-7, name
-    assert learned.keys() == {name for name, _ in rotary_parameters(model)}
-    for gradient in learned.values():
+    start = check_start(run, case, config, is_exact=config is not BLOCKS)
+    model, inputs, before = start[:3]
+    # The angles of LTX reach 15,000 radians, so that its own float32 is off by 1e-3 where blocks are exact.
+    for gradient in check_gradients(start, 1e-2 if case.name.startswith("LTX") and config is BLOCKS else 1e-4):
         if "ZImage" in case.name:
             # The second attention module sees the text alone, whose positions are on the first axis.
             text = gradient[1] if config is PLANES else gradient[:, 1].movedim(0, -1)
@@ -82,10 +59,10 @@ def test_start_gradients_and_unpatching(case, config):
             assert text[..., :first].any() and not text[..., first:].any()
             gradient = gradient[[0, 2, 3]] if config is PLANES else gradient[:, [0, 2, 3]]
         assert gradient.isfinite().all() and gradient.any(-1).all()
-    randomize(model)
+    randomize(model, 0.05)
     assert (run(model, inputs) - before).abs().max() > 1e-4
     unpatch(model)
-    assert type(model) is kind and not is_patched(model) and torch.equal(run(model, inputs), before)
+    assert type(model) is start.kind and not is_patched(model) and torch.equal(run(model, inputs), before)
 
 
 @pytest.mark.parametrize("config", [PLANES, BLOCKS], ids=lambda config: config.position_encoding)
@@ -151,7 +128,7 @@ def test_other_forms_of_inputs(case):
         # Angles of LTX are rounded to float32 by diffusers, see above.
         tolerance = 1e-4 if case.name.startswith("LTX") else 1e-5
         assert error < tolerance if config is BLOCKS else error == 0
-        randomize(model)
+        randomize(model, 0.05)
         assert (run(model, inputs) - before).abs().max() > 1e-4
         unpatch(model)
 
@@ -177,10 +154,10 @@ def test_checkpointing_and_offloading(case, config):
     """Checkpointed layers have the same gradients; weights that come from elsewhere give the same bits."""
     model, inputs = case.build(), case.inputs()
     patch(model, config)
-    randomize(model)
-    before, expected = run(model, inputs), gradients(model.train(), inputs)
+    randomize(model, 0.05)
+    before, expected = run(model, inputs), gradients(run, model.train(), inputs)
     model.enable_gradient_checkpointing()
-    found = gradients(model, inputs)
+    found = gradients(run, model, inputs)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     model.disable_gradient_checkpointing()
     with torch.no_grad():
@@ -188,7 +165,7 @@ def test_checkpointing_and_offloading(case, config):
         apply_group_offloading(model.eval(), onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
         assert torch.equal(run(model, inputs), before)
         model = case.build()
-        randomize(patch(model, config))
+        randomize(patch(model, config), 0.05)
         assert torch.equal(run(cpu_offload(model, cpu), inputs), before)
 
 
@@ -201,7 +178,7 @@ def test_compiled_model_is_one_graph(case, config):
     small = {name: 1 for name in case.config if name in ("num_layers", "num_single_layers", "n_layers")}
     case = vary(case.name, case.inputs, **small)
     model, inputs = case.build(), case.inputs()
-    randomize(patch(model, config))
+    randomize(patch(model, config), 0.05)
     if case.name == FLUX.name and config is PLANES:
         set_frequency_schedule(model, FrequencySchedule("ntk", (None, 2, 2), dype=(2.0, 2.0)))
     torch._dynamo.reset()
@@ -214,7 +191,7 @@ def test_adapters_in_a_fresh_process(tmp_path):
     models = {}
     for case, config in CONFIGS:
         model, name = case.build(), f"{case.name}-{config.position_encoding}"
-        randomize(patch(model, config))
+        randomize(patch(model, config), 0.05)
         models[name] = model, case.inputs()
     check_adapters(models, tmp_path, "diffusion_cases")
     for name in models:
@@ -225,7 +202,7 @@ def test_adapters_in_a_fresh_process(tmp_path):
 def test_a_transformer_inside_a_module_is_pickled(tmp_path):
     """With its hooks, as processes that are started and files of whole models need it."""
     whole, inputs = torch.nn.ModuleDict({"denoiser": FLUX.build()}), FLUX.inputs()
-    randomize(patch(whole, replace(BLOCKS, target="denoiser")))
+    randomize(patch(whole, replace(BLOCKS, target="denoiser")), 0.05)
     torch.save(whole, tmp_path / "whole.pt")
     loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
     with torch.no_grad():
@@ -257,7 +234,7 @@ def test_pipeline_saves_and_loads_rotations_beside_the_plain_model_and_a_lora(tm
     before = sample(pipeline)
     patch(model, PLANES)
     assert torch.equal(sample(pipeline), before)
-    randomize(model)
+    randomize(model, 0.05)
     learned = sample(pipeline)
     assert not torch.equal(learned, before)
     with pytest.raises(ValueError, match="save_rotary"):

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from checkout import ROOT
+from library_checks import check_gradients, check_start, gradients, normal, randomize
 from patching_checks import SHARED_CONFIG, check_adapters, unit_grid
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import head_rotation
@@ -17,7 +18,7 @@ from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3
-from timm_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, naflex, normal, randomize, run
+from timm_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, naflex, run
 from torch import nn
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 
@@ -61,12 +62,6 @@ def describe(model):
     return type(model).__name__, "zero" if rope is None else f"`{type(rope).__name__}`"
 
 
-def gradients(model, inputs):
-    model.zero_grad()
-    run(model, inputs).square().mean().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
 def start_error(case, config, inputs, training=False, **options):
     """How much a patch changes the output, where patches may be dropped by the same draw."""
     model, found = case.build(**options).train(training), []
@@ -82,28 +77,18 @@ def test_start_gradients_and_unpatching(case, config):
     Learned frequencies and rotations that start at zero leave the same bits, and blocks are within rounding; so are
     the gradients of the weights, which proves that nothing between them changed.
     """
-    model, inputs = case.build(), case.inputs()
-    kind, before, plain = type(model), run(model, inputs), gradients(model, inputs)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    patch(model, config)
-    after, learned = run(model, inputs), gradients(model, inputs)
-    if config is BLOCKS:
-        assert (after - before).abs().max() < 1e-5
-    else:
-        assert torch.equal(after, before)
+    start = check_start(run, case, config, is_exact=config is not BLOCKS)
+    model, inputs, before = start[:3]
     if case.learned:
         # Blocks take the place of the frequencies that the model learned.
-        assert plain.pop("rope.freqs").any() and "rope.freqs" not in learned
-    for name, gradient in plain.items():
-        assert (learned.pop(name) - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-7, name
-    assert learned.keys() == {name for name, _ in rotary_parameters(model)}
-    for gradient in learned.values():
+        assert start.plain.pop("rope.freqs").any() and "rope.freqs" not in start.learned
+    for gradient in check_gradients(start):
         assert gradient.isfinite().all() and gradient.any(-1).all()
     randomize(model)
     assert (run(model, inputs) - before).abs().max() > 1e-3
     unpatch(model)
-    assert type(model) is kind and not is_patched(model) and torch.equal(run(model, inputs), before)
-    assert list(model.state_dict()) == list(weights)
+    assert type(model) is start.kind and not is_patched(model) and torch.equal(run(model, inputs), before)
+    assert list(model.state_dict()) == start.weights
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any("rotary" in name for name in model.no_weight_decay())
 
@@ -321,9 +306,9 @@ def test_compiled_model_is_one_graph(case, config):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(run(compiled, inputs), run(model, inputs), rtol=0, atol=1e-5)
-    expected = gradients(model.train(), inputs)
+    expected = gradients(run, model.train(), inputs)
     model.set_grad_checkpointing()
-    found = gradients(compiled, inputs)
+    found = gradients(run, compiled, inputs)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[f"_orig_mod.{name}"], gradient, rtol=1e-4, atol=1e-6)
 

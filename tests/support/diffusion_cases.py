@@ -9,6 +9,7 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from library_checks import normal
 from torch import nn
 
 from hf_liere import RotaryPatchConfig
@@ -68,10 +69,6 @@ class Case:
                 if ".to_q." in name or ".to_k." in name:
                     parameter.mul_(2)
         return model
-
-
-def normal(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def ids(axes, rows, columns, first=0):

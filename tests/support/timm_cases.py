@@ -4,9 +4,10 @@ import dataclasses
 
 import timm
 import torch
+from library_checks import normal
 from torch import nn
 
-from hf_liere import RotaryPatchConfig, rotary_parameters
+from hf_liere import RotaryPatchConfig
 
 
 PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
@@ -50,10 +51,6 @@ class Case:
 
     def inputs(self, batch: int = 2) -> dict:
         return {"x": normal(batch, 3, *self.size)}
-
-
-def normal(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def naflex(*grids, seed=1):
@@ -117,10 +114,3 @@ def run(model, inputs):
 def outputs(model, inputs):
     """As other modules of cases name it: all tensors of the output."""
     return [run(model, inputs)]
-
-
-@torch.no_grad()
-def randomize(model, scale=0.3):
-    generator = torch.Generator().manual_seed(5)
-    for _, parameter in rotary_parameters(model):
-        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
