@@ -29,7 +29,6 @@ class PretrainedBlocks(PretrainedRope):
     Attributes:
         rotary: The [`LieRotaryEmbedding`] with the parameters. Layers with other heads or planes, in the order of their
             first layer, have `rotary_1`, `rotary_2` and so on.
-        rows: By attention module that learns or reads the keys of one that does, the name and the row of its rotation.
         orders: By name of a rotation, the planes of a head in the order in which its blocks contain them.
         makers: By attention module, by name of a module inside that makes queries or keys, and by its call, the index
             of its [`RotatedChannels`].
@@ -41,9 +40,8 @@ class PretrainedBlocks(PretrainedRope):
         found = {layer: find_makers(probe, find_pairs(probe)) for layer, probe in probes.items()}
         # Of queries and keys.
         heads = {layer: tuple(count for maker in found[layer] for count in maker.heads) for layer in layers}
-        self.rows: dict[int, tuple[str, int]] = {}
         self.orders: dict[str, tuple[int, ...]] = {}
-        for name, members in self.name_groups(
+        for name, members in self.group_layers(
             "rotary", lambda layer: (heads[layer], tower.layouts[layer].axes_of_planes)
         ):
             layout = tower.layouts[members[0]]
@@ -67,8 +65,6 @@ class PretrainedBlocks(PretrainedRope):
                 list(layout.axes_of_planes), config.position_encoding, rotary.encoding.block_size, tower.label
             )
             self.add_module(name, rotary)
-            self.rows |= {layer: (name, row) for row, layer in enumerate(members)}
-        self.rows |= {layer: self.rows[layers[place]] for layer, place in self.place.items()}
         self.channels = nn.ModuleList()
         self.makers: dict[int, dict[str, dict[int | None, int]]] = {layer: {} for layer in found}
         indices: dict[tuple, int] = {}

@@ -87,6 +87,8 @@ class PretrainedRope(LearnedRotations):
 
     Attributes:
         place: The place in `layers` of every attention module that learns, and of those that read its keys.
+        rows: For the same modules, the name of the parameters of their group, and their row there if layers have
+            separate ones; see [`group_layers`].
     """
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
@@ -101,12 +103,18 @@ class PretrainedRope(LearnedRotations):
         self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
         self.probes = nn.ModuleList(CoordinateProbe(tower.module.get_submodule(name)) for name in self.rope_names)
 
-    def name_groups(self, name: str, shape_of: Callable[[int], Hashable]) -> list[tuple[str, list[int]]]:
-        """The layers that learn, by groups of one shape, with names for their parameters; the first one is `name`."""
+    def group_layers(self, name: str, shape_of: Callable[[int], Hashable]) -> list[tuple[str, list[int]]]:
+        """
+        The layers that learn, by groups of one shape, with names for their parameters; the first one is `name`. This
+        determines `rows`.
+        """
         groups: dict[Hashable, list[int]] = {}
         for layer in self.layers:
             groups.setdefault(shape_of(layer), []).append(layer)
-        return [(f"{name}_{number}" if number else name, members) for number, members in enumerate(groups.values())]
+        named = [(f"{name}_{number}" if number else name, members) for number, members in enumerate(groups.values())]
+        own = {layer: (group, row) for group, members in named for row, layer in enumerate(members)}
+        self.rows = {layer: own[self.layers[place]] for layer, place in self.place.items()}
+        return named
 
     def find_layout(self, rope_name: str, layer_type: str | None) -> int:
         """The index in `layouts` of what a rotary module computes for a type of layers."""
@@ -188,19 +196,15 @@ class PretrainedPlanes(PretrainedRope):
     Attributes:
         log_factors: (layers or 1, planes), the δ. Layers of other widths, in the order of their first layer, have
             `log_factors_1`, `log_factors_2` and so on.
-        rows: By attention module that learns or reads the keys of one that does, the name and the row of its factors.
     """
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)
         if config.block_size not in (None, 2):
             raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
-        self.rows: dict[int, tuple[str, int]] = {}
-        for name, members in self.name_groups("log_factors", lambda layer: tower.layouts[layer].num_planes):
+        for name, members in self.group_layers("log_factors", lambda layer: tower.layouts[layer].num_planes):
             count = tower.layouts[members[0]].num_planes
             setattr(self, name, self.new_parameter(1 if config.share_layers else len(members), count))
-            self.rows |= {layer: (name, 0 if config.share_layers else row) for row, layer in enumerate(members)}
-        self.rows |= {layer: self.rows[layers[place]] for layer, place in self.place.items()}
         self.reset_parameters(tower.module)
 
     @torch.no_grad()
@@ -211,4 +215,5 @@ class PretrainedPlanes(PretrainedRope):
 
     def scale_frequencies(self, layer: int, frequencies: torch.Tensor) -> torch.Tensor:
         name, row = self.rows[layer]
+        row = 0 if self.config.share_layers else row
         return frequencies * getattr(self, name)[row].to(frequencies.device).exp()
