@@ -88,10 +88,8 @@ def cos_sin(angles: torch.Tensor) -> torch.Tensor:
 
 def cos_sin_backward(gradient: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """The gradient of float64 angles from that of [`cos_sin`] and its result."""
-    gradient, angles = (
-        gradient.to(torch.float32).contiguous(),
-        torch.empty(cos_sin.shape[:-1], dtype=torch.float64, device="cpu"),
-    )
+    gradient = gradient.to(torch.float32).contiguous()
+    angles = torch.empty(cos_sin.shape[:-1], dtype=torch.float64, device="cpu")
     _call(2, "cos_sin_backward", angles.numel(), gradient, cos_sin, angles)
     return angles
 

@@ -127,10 +127,9 @@ class SphericalRoPE(RotaryEncoding):
     head_dim mod 3 channels are not rotated.
 
     The paper has it for images. We compared our form with another implementation, which has fixed frequencies, and not
-    with the text. Here they start at θ^(−i/K) for
-    block i of K on both axes, as in Axial RoPE, and are learned; `requires_grad_(False)` keeps them. That R_z uses the
-    first coordinate is our choice; with `relative_axis=1` it uses the second, and R_x the first. We know no published
-    form for other numbers of axes.
+    with the text. Here they start at θ^(−i/K) for block i of K on both axes, as in Axial RoPE, and are learned;
+    `requires_grad_(False)` keeps them. That R_z uses the first coordinate is our choice; with `relative_axis=1` it uses
+    the second, and R_x the first. We know no published form for other numbers of axes.
 
     Attributes:
         generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.
