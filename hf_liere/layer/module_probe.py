@@ -132,7 +132,12 @@ def _measure(reader: Reader, sizes: Sizes) -> FoundPlanes:
         raise NotARotation("its angles are not sums of coordinates times frequencies")
     # A processor may round differently at the end of a row.
     is_rounded = same.float().mean().item() > 0.99
-    return FoundPlanes(rounded.double() if is_rounded else exact, pairs, is_rounded)
+    frequencies = rounded.double() if is_rounded else exact
+    # Equal layers and heads may share parameters.
+    for dim in (1, 2):
+        first = frequencies.narrow(dim, 0, 1)
+        frequencies = first if (frequencies == first).all() else frequencies
+    return FoundPlanes(frequencies, pairs, is_rounded)
 
 
 def _nearest_float32(
