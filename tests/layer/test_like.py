@@ -212,6 +212,10 @@ def test_functions_that_round_in_another_way():
     expected = rotate_by_division(states.transpose(1, 2), ids[:, 0].expand(2, -1)).transpose(1, 2)
     # Angles up to 60 are rounded to float32 here.
     torch.testing.assert_close(rotated, expected, atol=5e-5, rtol=0)
+    shared = LieRotaryEmbedding.like(rotate_by_division, HEADS, HEAD_DIM, 1, num_key_value_heads=2, share_heads=True)
+    assert sum(parameter.numel() for parameter in shared.parameters()) == HEAD_DIM // 2
+    for x, whole in ((states, expected), (states[:, :2], expected[:, :2])):
+        torch.testing.assert_close(shared.rotate(x, ids[:, :1]), whole, atol=5e-5, rtol=0)
     rotated = LieRotaryEmbedding.like(complex_table, HEADS, HEAD_DIM, 1).rotate(states, ids[:, :1])
     expected = torch.view_as_complex(states.unflatten(-1, (-1, 2))) * complex_table(ids[:, :1])
     torch.testing.assert_close(rotated, torch.view_as_real(expected).flatten(-2), atol=2e-5, rtol=0)
@@ -336,28 +340,56 @@ def test_frequencies_and_pairs_that_do_not_fit(fields, message):
         LieRotaryEmbedding(HEADS, HEAD_DIM, **{"num_axes": 2, "position_encoding": "rope_mixed", **fields})
 
 
-def test_the_lines_for_monai_attend_in_millimetres():
-    """Patches of one content at the same place in scans of 3 and 1 mm have the same scores."""
+def test_the_module_for_torchtune_takes_queries_and_fewer_keys():
+    lines = next(block.text for block in blocks(ROOT / "docs/own_rope.md") if "class LearnedRope" in block.text)
+    namespace = {"torch": torch, "nn": nn, "LieRotaryEmbedding": LieRotaryEmbedding}
+    exec(compile(lines, "docs/own_rope.md", "exec"), namespace)
+    rope, positions = Lookup(), torch.randint(60, (2, TOKENS))
+    learned = namespace["LearnedRope"](rope, HEADS, HEAD_DIM, 2)
+    for heads in (HEADS, 2):
+        states = torch.randn(2, TOKENS, heads, HEAD_DIM)
+        assert torch.equal(learned(states, input_pos=positions), rope(states, input_pos=positions))
+        assert torch.equal(learned(states), rope(states, input_pos=torch.arange(TOKENS)))
+
+
+class SplitAttention(nn.Module):
+    """Splits queries, keys and values by `input_rearrange`, as MONAI's SABlock."""
+
+    def __init__(self, hidden_size, num_heads):
+        super().__init__()
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.input_rearrange = lambda x: x.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x):
+        query, key, value = self.input_rearrange(self.qkv(x))
+        return nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("library", ["none", "monai"])
+@torch.no_grad()
+def test_the_lines_for_monai_attend_in_millimetres(library):
+    """The same body in scans of 3 and 1 mm gets the same attention at the same places."""
+    block = pytest.importorskip("monai.networks.blocks").SABlock if library == "monai" else SplitAttention
     namespace = {"torch": torch, "nn": nn, "hf_liere": hf_liere}
     lines = next(block.text for block in blocks(ROOT / "docs/layer.md") if "class RotatedSplit" in block.text)
     exec(compile(lines, "docs/layer.md", "exec"), namespace)
-    content, qkv = torch.randn(1, 8, 32), nn.Linear(32, 3 * HEADS * HEAD_DIM)
+    attention, waves = block(HEADS * HEAD_DIM, HEADS).eval(), torch.randn(3, HEADS * HEAD_DIM) / 20
+    # Scores that differ between tokens.
+    attention.qkv.weight.mul_(3)
+    rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, 3, "rope_mixed")
+    attention.input_rearrange = namespace["RotatedSplit"](attention.input_rearrange, rotary)
 
-    def split(x):
-        return x.unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
-
-    rotated = namespace["RotatedSplit"](split, LieRotaryEmbedding(HEADS, HEAD_DIM, 3, "rope_mixed"))
-
-    def scores(affine, shape, unit, tokens):
-        centres = namespace["patch_centres"](affine, shape, 4, unit)
-        rotated.positions = centres[tokens]
-        query, key, _ = rotated(qkv(content))
-        return query @ key.mT
+    def attend(affine, shape, tokens, coordinates):
+        centres = namespace["patch_centres"](affine, shape, 4)[tokens]  # (N, 3) in mm
+        attention.input_rearrange.positions = namespace["patch_centres"](coordinates, shape, 4, 12.0)[tokens]
+        return attention((centres.float() @ waves).sin().unsqueeze(0))
 
     coarse, fine = torch.diag(torch.tensor([3.0, 3, 3, 1])), torch.eye(4)
     fine[:3, 3] = -1  # the centre of the first voxel of 1 mm, from that of the voxel of 3 mm around it
-    middle = torch.arange(216).view(6, 6, 6)[1::3, 1::3, 1::3].flatten()
-    expected = scores(coarse, (8, 8, 8), 12.0, torch.arange(8))
-    # Sums of 48 products of numbers near one.
-    torch.testing.assert_close(scores(fine, (24, 24, 24), 12.0, middle), expected, atol=2e-5, rtol=0)
-    assert (scores(fine, (24, 24, 24), 4.0, middle) - expected).abs().max() > 0.01
+    middle, corner = torch.arange(216).view(6, 6, 6)[1::3, 1::3, 1::3].flatten(), torch.arange(8)
+    expected = attend(coarse, (8, 8, 8), corner, coarse)
+    # float32, angles of a few radians
+    torch.testing.assert_close(attend(fine, (24, 24, 24), middle, fine), expected, atol=2e-5, rtol=0)
+    in_voxels = attend(coarse, (8, 8, 8), corner, torch.eye(4))
+    assert (in_voxels - expected).abs().max() > 0.01
+    assert (attend(fine, (24, 24, 24), middle, torch.eye(4)) - in_voxels).abs().max() > 0.01
