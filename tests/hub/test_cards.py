@@ -440,7 +440,7 @@ def test_a_card_of_an_adapter_says_what_its_files_say(tmp_path):
         "license: mit",
         "> **Not evaluated.** Nobody has recorded an accuracy of these weights.",
         "Rotations for the attention of a pretrained `llama` with 3 layers of 2 heads. RoPE-Mixed: query and key",
-        "in the place of `BASE`, which these files do not name",
+        "These files do not name it: replace `BASE`",
         f"| parameters | {parameters} |",
     ):
         assert line in text, line
