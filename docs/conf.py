@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from docutils.nodes import SkipNode
+from docutils.nodes import SkipNode, image
 from latex2mathml.converter import convert as mathml
 from transformers import PreTrainedConfig
 
@@ -122,6 +122,12 @@ def code_block(match: re.Match) -> str:
     return f"{match[1]}.. code-block:: {match[2]}\n\n{lines}"
 
 
+def mark_plots(app, doctree):
+    for picture in doctree.findall(image):
+        if "training/results/" in picture["uri"]:
+            picture["classes"].append("plot")
+
+
 def inline_math(self, node):
     self.body.append(mathml(node.astext()))
     raise SkipNode
@@ -135,6 +141,7 @@ def display_math(self, node):
 def setup(app):
     app.connect("source-read", read_page)
     app.connect("include-read", read_included)
+    app.connect("doctree-read", mark_plots)
     # Before napoleon.
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     app.connect("autodoc-process-signature", read_signature)
