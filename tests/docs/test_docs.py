@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import io
+import json
 import os
 import re
 import shutil
@@ -185,7 +186,7 @@ def test_training_commands_run(page, reader, tmp_path):
 
 
 def test_the_site_builds_without_warnings(tmp_path):
-    """So every link and anchor leads somewhere. What the pages load is in the site."""
+    """So every link and anchor leads somewhere. What the pages load is in the site, and its search finds names."""
     pytest.importorskip("sphinx", reason="the extra docs is not installed")
     run_python("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", ROOT / "docs", tmp_path)
     for page in tmp_path.rglob("*.html"):
@@ -193,3 +194,7 @@ def test_the_site_builds_without_warnings(tmp_path):
             r"""<(?:script|link|img)\b[^>]*?\b(?:src|href)=["']([^"']+)""", page.read_text(encoding="utf-8")
         )
         assert not [address for address in loaded if re.match(r"(https?:)?//", address)], page
+    script = (tmp_path / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(script.removeprefix("Search.setIndex(").removesuffix(")"))
+    for word, pages in (("head_dim", {"glossary", "layer"}), ("liere_product", {"layer", "rotary_family"})):
+        assert pages <= {index["docnames"][number] for number in index["terms"][word]}
