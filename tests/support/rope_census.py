@@ -344,19 +344,30 @@ INTRODUCTION = """# Which models
 
 <!-- Made by tests/support/rope_census.py; a test compares it with tests/goldens/rope_census.json. -->
 
-`patch` with `rotary_init="pretrained"` ([Learned rotations in models that already rotate](pretrained_rope.md)) was
-tried with model types of transformers {version}, in their default configurations. Of {types} model types, {built} can
-be built from it, and {rotating} of these rotate queries and keys. Of these, {planes} accept learned frequencies
-(`rope_mixed`; the goal of 95 in 100 is {planes_goal}) and {blocks} learned blocks (`liere`, `block_size=4`; the goal of
-85 in 100 is {blocks_goal}). Of {run} types, a small model was run. Another configuration of a model type may rotate in
-another way.
+This page lists the model types of transformers {version} that `patch` accepts with `rotary_init="pretrained"`
+([Learned rotations in models that already rotate](pretrained_rope.md)), and why it refuses others. Each type was tried
+in its default configuration. Another configuration of a type may rotate in another way.
 
-*run* means that a small random model of the type, with every kind of its layers, was patched and run. It starts with
-the bits of the unpatched model (frequencies) or within rounding (blocks). Every layer that has parameters gets a
-gradient. After a step of training, models of text generate with a cache the logits of a pass over all tokens. Of a
-model with several towers, only those run that its text reaches; its vision tower usually has a model type as well.
-*plan* means that `patch` accepts the model after calling its modules, and that no small model was run whose inputs
-reach what learns.
+| model types | number | goal |
+|---|---:|---:|
+| in transformers | {types} | |
+| built from their default configuration | {built} | |
+| that rotate queries and keys | {rotating} | |
+| that accept learned frequencies (`rope_mixed`) | {planes} | 95 in 100: {planes_goal} |
+| that accept learned blocks (`liere`, `block_size=4`) | {blocks} | 85 in 100: {blocks_goal} |
+| of which a small model was run | {run} | |
+
+*run* means that a small random model of the type, with every kind of its layers, was patched and run:
+
+- It starts with the bits of the unpatched model (frequencies) or within rounding (blocks).
+- Every layer that has parameters gets a gradient.
+- After a step of training, models of text generate with a cache the logits of a pass over all tokens.
+
+In a model with several towers, only the towers that its text reaches were run. Its vision tower usually has a model
+type as well.
+
+*plan* means that `patch` accepts the model after calling its modules, but no small model was run whose inputs reach
+the learned parameters.
 
 `python tests/support/rope_census.py` makes this page again.
 """
