@@ -29,22 +29,23 @@ from training.reporting.sections import section, title_of
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
 REPORT = "report.md"
 HOW_TO_READ = """
-The bold sentences say what a table shows; they are generated from its tests. Accuracies are means over seeds, in
-percent, with the single seeds below them.
+This page lists the results of sweeps. The bold sentence above a table summarises the table and is
+generated from its tests. Accuracies are means over seeds, in percent, with the single seeds below them. Pictures show
+single seeds as small circles.
 
-**Fewer than five seeds show no more than themselves**: there are neither intervals nor tests. From five seeds on,
-intervals are 95% and resample seeds, then draws of an offset if there are five, then examples, so that they say how far
-other seeds and other examples could move a figure. Tests are t-tests that contain the variances of all three (Welch's
-degrees of freedom). The file of a sweep names the comparisons that are tested. "Holm" is p corrected for the number of
-distinct tests of the sweep. Baselines at chance are left out.
+**With fewer than five seeds** there are neither intervals nor tests.
 
-**On some tasks a run finds the solution or does not**, so that a mean describes no run. The files of their sweeps name
-the accuracy from which a task counts as solved. For these, the report has the share of seeds that solve the task with
-the interval of Clopper and Pearson and, from 20 seeds on, Fisher's test of this share and the log-rank test of the
+**From five seeds on**, intervals are 95% and resample seeds, then draws of an offset if there are five, then examples.
+They estimate the effect of other seeds and other examples. Tests are t-tests that contain the variances of all three
+(Welch's degrees of freedom). The file of a sweep names the comparisons that are tested. "Holm" is p corrected for the
+number of distinct tests of the sweep. Baselines at chance are left out.
+
+**On some tasks a run finds the solution or does not.** Means are not meaningful there. The files of their sweeps name
+the accuracy from which a task counts as solved. The report lists the share of seeds that solve the task with the
+interval of Clopper and Pearson. From 20 seeds on, it adds Fisher's test of this share and the log-rank test of the
 examples until then.
 
-Where all of n examples are right an interval has no width: by the rule of three, 3/n of others could be wrong. Pictures
-show single seeds as small circles.
+**If all n examples are right**, an interval has no width. By the rule of three, 3/n of others could be wrong.
 """.strip()
 
 
