@@ -348,14 +348,16 @@ This page lists the model types of transformers {version} that `patch` accepts w
 ([Learned rotations in models that already rotate](pretrained_rope.md)), and why it refuses others. Each type was tried
 in its default configuration. Another configuration of a type may rotate in another way.
 
-| model types | number | goal |
-|---|---:|---:|
-| in transformers | {types} | |
-| built from their default configuration | {built} | |
-| that rotate queries and keys | {rotating} | |
-| that accept learned frequencies (`rope_mixed`) | {planes} | 95 in 100: {planes_goal} |
-| that accept learned blocks (`liere`, `block_size=4`) | {blocks} | 85 in 100: {blocks_goal} |
-| of which a small model was run | {run} | |
+| model types | number |
+|---|---:|
+| in transformers | {types} |
+| built from their default configuration | {built} |
+| that rotate queries and keys | {rotating} |
+| that accept learned frequencies (`rope_mixed`) | {planes} |
+| that accept learned blocks (`liere`, `block_size=4`) | {blocks} |
+| of which a small model was run | {run} |
+
+The goals are {planes_goal} (95 in 100) for frequencies and {blocks_goal} (85 in 100) for blocks.
 
 *run* means that a small random model of the type, with every kind of its layers, was patched and run:
 
