@@ -193,10 +193,12 @@ def test_lora_and_rotations_load_again_by_their_own_libraries(flags, llama, data
 def test_lora_in_a_model_that_is_patched_already(llama, data, tmp_path):
     peft = pytest.importorskip("peft")
     train(tmp_path / "patched", data, "--model_name_or_path", llama[0], *BLOCKS)
-    flags = ["--model_name_or_path", tmp_path / "patched", "--trainable", "lora+rotary"]
+    flags = ["--model_name_or_path", tmp_path / "patched", "--trainable", "lora+rotary", "--lora_targets", "0.*k_proj"]
     metrics = train(tmp_path / "run", data, *flags)
     base = unpatch(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched"))
     model = peft.PeftModel.from_pretrained(load_rotary(base, tmp_path / "run/rotary"), tmp_path / "run/lora")
+    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if "lora_" in name}
+    assert adapted == {"base_model.model.model.layers.0.self_attn.k_proj"}
     assert_same_perplexities(metrics, model, tmp_path / "run", data)
 
 
@@ -384,6 +386,8 @@ CHECKPOINT = "CHECKPOINT"
         ([CHECKPOINT, "--position_encoding", "liere", "--block_size", 32], "block_size"),
         ([CHECKPOINT, "--position_encoding", "sinusoid"], "is not a rotary encoding"),
         ([CHECKPOINT, *PLANES, "--do_train", "false"], "accepted with --do_train only"),
+        ([CHECKPOINT, "--trainable", "lora+rotary", "--lora_targets", "up_proj"], "'up_proj' matches none of .*q_proj"),
+        ([CHECKPOINT, "--trainable", "lora+rotary", "--lora_targets", "("], "accepted: a regular expression"),
         (["--push_to_hub"], "--push_to_hub"),
         (["--resume_from_checkpoint", "last"], "contains no complete checkpoint"),
         (["--blocksize", 4], "close matches: block_size"),

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_liere import is_patched, rotary_parameters
 from hf_liere.errors import InputError
 from hf_liere.models.patched.vision_towers import find_towers
-from training.engine.patching import apply_lora, unwrap_peft
+from training.engine.patching import LoraArguments, apply_lora, unwrap_peft
 
 
 TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")
@@ -125,11 +125,11 @@ def _embed(
     return nn.functional.normalize(torch.stack(means), dim=-1)
 
 
-def add_lora(classifier: Classifier, rank: int, alpha: float) -> None:
-    """Adds LoRA to every linear layer of the tower's attention, and trains a copy of the classifier."""
+def add_lora(classifier: Classifier, arguments: LoraArguments) -> None:
+    """Adds LoRA to linear layers of the tower's attention, and trains a copy of the classifier."""
     (tower,) = find_towers(classifier.model)
     copied = [HEAD.rstrip(".")] if any(True for _ in classifier.head_parameters()) else None
-    classifier.model = apply_lora(classifier.model, tower.attentions, rank, alpha, copied)
+    classifier.model = apply_lora(classifier.model, tower.attentions, arguments, copied)
 
 
 def freeze(classifier: Classifier, trainable: str) -> int:

@@ -159,7 +159,7 @@ class Comparison:
         if trains and arguments.trainable == "lora+rotary":
             # Patching draws random numbers. Reset the seed so that LoRA starts equally in both models.
             set_seed(self.args.seed)
-            add_lora(classifier, arguments.lora_rank, arguments.lora_alpha)
+            add_lora(classifier, arguments)
         return classifier
 
     def trainer(self, name: str, classifier: Classifier) -> FineTuningTrainer:

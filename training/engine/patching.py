@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -17,6 +18,7 @@ from hf_liere.models.patched.rotary_patch import plan
 from hf_liere.patching.adapters import read_adapter
 from hf_liere.storage.saved_model import ADAPTER_CONFIG
 from training.common.arguments import flag, require_numbers
+from training.common.messages import abbreviate
 
 
 UNPATCHED = "none"
@@ -93,37 +95,49 @@ def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatch
 class LoraArguments:
     lora_rank: int = flag(8, "Rank of LoRA's matrices.")
     lora_alpha: float = flag(16.0, "LoRA's products are multiplied by lora_alpha / lora_rank.")
+    lora_targets: str = flag(
+        "", "Regular expression found in the names of the linear layers that get LoRA; by default all in attention."
+    )
 
     def __post_init__(self):
         require_numbers(self, "lora_rank", lowest=1)
         require_numbers(self, "lora_alpha")
+        try:
+            re.compile(self.lora_targets)
+        except re.error as error:
+            found = f"--lora_targets {self.lora_targets!r}: {error}"
+            raise InputError(f"{found}; accepted: a regular expression.") from error
 
 
 def apply_lora(
     model: PreTrainedModel,
     attentions: Iterable[tuple[str, nn.Module]],
-    rank: int,
-    alpha: float,
+    arguments: LoraArguments,
     copied: list[str] | None = None,
 ) -> nn.Module:
     """
-    Adds LoRA (Hu et al., 2022) to every linear layer of these attention modules.
+    Adds LoRA (Hu et al., 2022) to the linear layers of these attention modules that `lora_targets` matches.
 
     Args:
         attentions: (name in the model, module).
         copied: names of modules to copy; the copies are trained.
 
     Raises:
-        InputError: if peft is not installed.
+        InputError: if peft is not installed, or no linear layer matches.
     """
     peft = _peft()
-    targets = [
+    linear = [
         ".".join(filter(None, (attention_name, name)))
         for attention_name, attention in attentions
         for name, module in attention.named_modules()
         if isinstance(module, nn.Linear)
     ]
-    lora = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, modules_to_save=copied)
+    targets = [name for name in linear if re.search(arguments.lora_targets, name)]
+    if not targets:
+        raise InputError(f"--lora_targets {arguments.lora_targets!r} matches none of {abbreviate(linear)}.")
+    lora = peft.LoraConfig(
+        r=arguments.lora_rank, lora_alpha=arguments.lora_alpha, target_modules=targets, modules_to_save=copied
+    )
     return peft.get_peft_model(model, lora)
 
 

@@ -103,7 +103,7 @@ def build_model(
         if adapters is not None:
             model = adapters.attach(model, trains)
         if trains and arguments.trainable == "lora+rotary" and unwrap_peft(model) is model:
-            model = apply_lora(model, _attentions(model), arguments.lora_rank, arguments.lora_alpha)
+            model = apply_lora(model, _attentions(model), arguments)
         if wanted is not None:
             patch(unwrap_peft(model), wanted)
     except ValueError as error:
