@@ -7,6 +7,8 @@ from training_helpers import small_clip
 from transformers import (
     CLIPConfig,
     CLIPModel,
+    Dinov2Config,
+    Dinov2Model,
     DINOv3ViTConfig,
     DINOv3ViTImageProcessor,
     DINOv3ViTModel,
@@ -41,6 +43,11 @@ def dino():
     return DINOv3ViTModel(DINOv3ViTConfig(**WIDTHS)), DINOv3ViTImageProcessor()
 
 
+def dinov2():
+    config = Dinov2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=56, patch_size=14)
+    return (Dinov2Model(config),)
+
+
 def llama():
     words = ["<pad>", "<s>", "</s>", *"one two three four five six seven eight".split()]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
@@ -62,6 +69,7 @@ MODELS = {
     "facebook/dinov3-vits16-pretrain-lvd1689m": dino,
     "facebook/dinov3-vitb16-pretrain-lvd1689m": dino,
     "meta-llama/Llama-3.2-1B": llama,
+    "outputs/dinov2": dinov2,
     "outputs/smollm2": llama,
     "Qwen/Qwen2.5-VL-3B-Instruct": qwen,
 }
