@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "planes.h"
+#include "vectors.h"
 
 namespace {
 
@@ -64,35 +64,13 @@ inline void add_integrals(int64_t count, float* __restrict real_sums, float* __r
     }
 }
 
-template <typename Rows>
-struct CommutingScratch {
-    static constexpr int SIZE = Rows::SIZE;
-    Rows gradients, states;
-    Matrix<SIZE, float> outer;
-    // Of all blocks of a head.
+// The parts of M − Mᵀ in the lanes of a head, and their integrals.
+struct Integrals {
     std::vector<double> angles;
     std::vector<float> real, imaginary, cos, sin, phases;
 
-    CommutingScratch(const Shape& shape, int64_t lanes) : gradients(shape), states(shape), angles(lanes) {
+    explicit Integrals(int64_t lanes) : angles(lanes) {
         for (auto* values : {&real, &imaginary, &cos, &sin, &phases}) values->resize(lanes);
-    }
-
-    // An entry of M − Mᵀ.
-    INLINE float skew(int i, int j) const { return outer.row(i)[j] - outer.row(j)[i]; }
-
-    // As rotation_gradients._plane_parts, for the block whose lanes start at `first`.
-    template <typename Planes>
-    INLINE void find_parts(int64_t first, Planes planes) {
-        const int pairs = planes * (planes - 1) / 2;
-        float *commuting = &real[first], *anticommuting = commuting + pairs;
-        float *swapped = &imaginary[first], *antiswapped = swapped + pairs;
-        for (int j = 0; j < planes; ++j)
-            for (int k = j + 1; k < planes; ++k) {
-                const float upper_left = skew(2 * j, 2 * k), lower_right = skew(2 * j + 1, 2 * k + 1);
-                const float upper_right = skew(2 * j, 2 * k + 1), lower_left = skew(2 * j + 1, 2 * k);
-                *commuting++ = upper_left + lower_right, *anticommuting++ = upper_left - lower_right;
-                *swapped++ = lower_left - upper_right, *antiswapped++ = upper_right + lower_left;
-            }
     }
 
     // As rotation_gradients.eigen_gradients for one head of one token: adds to the (2, blocks, lanes) sums.
@@ -111,6 +89,33 @@ struct CommutingScratch {
     }
 };
 
+template <typename Rows>
+struct CommutingScratch : Integrals {
+    static constexpr int SIZE = Rows::SIZE;
+    Rows gradients, states;
+    Matrix<SIZE, float> outer;
+
+    CommutingScratch(const Shape& shape, int64_t lanes) : Integrals(lanes), gradients(shape), states(shape) {}
+
+    // An entry of M − Mᵀ.
+    INLINE float skew(int i, int j) const { return outer.row(i)[j] - outer.row(j)[i]; }
+
+    // As rotation_gradients._plane_parts, for the block whose lanes start at `first`.
+    template <typename Planes>
+    INLINE void find_parts(int64_t first, Planes planes) {
+        const int pairs = planes * (planes - 1) / 2;
+        float *commuting = &real[first], *anticommuting = commuting + pairs;
+        float *swapped = &imaginary[first], *antiswapped = swapped + pairs;
+        for (int j = 0; j < planes; ++j)
+            for (int k = j + 1; k < planes; ++k) {
+                const float upper_left = skew(2 * j, 2 * k), lower_right = skew(2 * j + 1, 2 * k + 1);
+                const float upper_right = skew(2 * j, 2 * k + 1), lower_left = skew(2 * j + 1, 2 * k);
+                *commuting++ = upper_left + lower_right, *anticommuting++ = upper_left - lower_right;
+                *swapped++ = lower_left - upper_right, *antiswapped++ = upper_right + lower_left;
+            }
+    }
+};
+
 INLINE int half(int size) { return size / 2; }
 
 template <int SIZE>
@@ -118,7 +123,82 @@ INLINE std::integral_constant<int, SIZE / 2> half(std::integral_constant<int, SI
     return {};
 }
 
-// cpu.commuting_backward: a few tokens at a time, each with separate sums for the gradient of the generators.
+// M − Mᵀ for M = Σ g rᵀ and the blocks of a vector: the entries of all channels i and i ^ d for d = 1 … SIZE − 1.
+template <int SIZE, typename Distances = std::make_integer_sequence<int, SIZE - 1>>
+struct SkewSums;
+
+template <int SIZE, int... DISTANCES>
+struct SkewSums<SIZE, std::integer_sequence<int, DISTANCES...>> {
+    Channels at[SIZE - 1] = {};
+
+    INLINE void add(Channels gradient, Channels state) {
+        ((at[DISTANCES] += gradient * exchange<DISTANCES + 1>(state)), ...);
+    }
+
+    INLINE void subtract_transpose() { ((at[DISTANCES] -= exchange<DISTANCES + 1>(at[DISTANCES])), ...); }
+
+    // As CommutingScratch::find_parts, for the `count` channels that these sums belong to.
+    INLINE void find_parts(float* real, float* imaginary, int count) const {
+        constexpr int PLANES = SIZE / 2, PAIRS = PLANES * (PLANES - 1) / 2;
+        float commuting[PLANES][CHANNELS], swapped[PLANES][CHANNELS];
+        for (int distance = 1; distance < PLANES; ++distance) {
+            const Channels same = at[2 * distance - 1], other = at[2 * distance];
+            store(commuting[distance], pairwise<0, 0>(same) + alternating(1) * pairwise<1, 1>(same));
+            store(swapped[distance], pairwise<1, 1>(other) + alternating(-1) * pairwise<0, 0>(other));
+        }
+        for (int block = 0; block < count; block += SIZE, real += PAIRS, imaginary += PAIRS)
+            for (int j = 0; j < PLANES; ++j)
+                for (int k = j + 1; k < PLANES; ++k, ++real, ++imaginary) {
+                    const int lane = block + 2 * j;
+                    real[0] = commuting[j ^ k][lane], real[PAIRS] = commuting[j ^ k][lane + 1];
+                    imaginary[0] = swapped[j ^ k][lane], imaginary[PAIRS] = swapped[j ^ k][lane + 1];
+                }
+    }
+};
+
+// cpu.commuting_backward for blocks that fill a vector of channels or equal parts of it: everything in one pass.
+template <int SIZE, typename State>
+bool commuting_backward_by_vectors(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
+                                   const Pair& back, const Shared& cos_sin, const Shared& phases, int64_t group,
+                                   const float* frequencies, float* sums, int threads) {
+    const Lanes lanes(SIZE, shape.heads * shape.blocks, frequencies);
+    const int64_t numbers = shape.blocks * 2 * lanes.count();
+    const Channels signs = alternating(1);
+    const auto compute = [&](int64_t work, Integrals& integrals) {
+        const Place place(work, shape);
+        const int64_t head = place.head, token = place.token;
+        const float* angles = cos_sin.at(0, head, token);
+        float* by_cos_sin = out.at(0, head, token);
+        for_channels(shape.width(), [&](int64_t i, int count) INLINED {
+            const Channels angle = load_channels(angles + i, count);
+            const Channels cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
+            SkewSums<SIZE> skew;
+            for (int64_t sample = 0; sample < shape.batch; ++sample)
+                for (int which = 0; which < shape.states; ++which) {
+                    const State* source = gradients.at<State>(which, sample, head, token) + i;
+                    const State* state = states.at<State>(which, sample, head, token) + i;
+                    __builtin_prefetch(source + AHEAD);
+                    __builtin_prefetch(state + AHEAD);
+                    const Channels gradient = load_channels(source, count);
+                    skew.add(gradient, load_channels(state, count));
+                    store_channels(back.at<State>(which, sample, head, token) + i,
+                                   gradient * cos + pairwise<1, 0>(gradient) * sin, count);
+                }
+            skew.subtract_transpose();
+            store_channels(by_cos_sin + i, pairwise<1, 1>(skew.at[0]) * tangent(angle), count);
+            const int64_t lane = i * lanes.count() / SIZE;
+            skew.find_parts(&integrals.real[lane], &integrals.imaginary[lane], count);
+        });
+        pass_on<State>(shape, gradients, back, place);
+        float* sum = sums + (token / group * shape.heads + head) * numbers;
+        integrals.integrate(sum, lanes, head, shape.blocks, phases.at(0, head, token));
+    };
+    // One thread adds the tokens of a group, one after the other.
+    return parallel_for<Integrals>(shape.rotations(), group * shape.heads, threads, compute,
+                                   shape.blocks * lanes.count());
+}
+
+// cpu.commuting_backward for other blocks: a few tokens at a time, each with separate sums for the gradient of the generators.
 template <typename Rows>
 bool commuting_backward(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
                         const Pair& back, const Shared& cos_sin, const Shared& phases, int64_t group,

@@ -5,6 +5,7 @@
 //   exponential.h  rotations from generators, and the gradients of generators
 //   rotation.h     query and key rotated by blocks, and the gradients of blocks
 //   planes.h       query and key rotated by planes, and the gradients of angles
+//   vectors.h      the same for small blocks, in vectors of channels
 //   commuting.h    the gradients of commuting generators
 //   quaternions.h  rotations of blocks of 3 and 4 channels in closed form
 //
@@ -36,6 +37,7 @@
 #include "planes.h"
 #include "quaternions.h"
 #include "rotation.h"
+#include "vectors.h"
 
 namespace {
 
@@ -55,12 +57,23 @@ bool with_rows(const Shape& shape, Body body) {
     });
 }
 
+// Calls small(size, state) where blocks of MOST channels at most fill a vector of channels or equal parts of it, otherwise
+// other(rows).
+template <int MOST, typename Small, typename Other>
+bool with_small_blocks(const Shape& shape, Small small, Other other) {
+    return with_compiled_size(shape.size, [&](auto size) {
+        if constexpr (size <= std::min(MOST, CHANNELS))
+            if (shape.size == size) return with_state_type(shape, [&](auto state) { return small(size, state); });
+        return with_rows(shape, other);
+    });
+}
+
 }  // namespace
 
 extern "C" {
 
 // Increase this, here and in cpu_interface.py, whenever arguments or block sizes change.
-int hf_liere_interface() { return 6; }
+int hf_liere_interface() { return 7; }
 
 // Page faults cost more than the writes to fresh memory.
 void hf_liere_prefer_huge_pages(void* memory, int64_t bytes) {
@@ -114,7 +127,10 @@ int hf_liere_quaternion_gradients(const Sizes* sizes, int64_t tokens, const doub
 
 int hf_liere_rotate_blocks(const Shape* shape, const Pair* states, const Pair* out, const Shared* rotation,
                            int inverse, int threads) {
-    return with_rows(*shape, [=](auto* rows) {
+    const auto small = [=](auto size, auto state) {
+        return rotate_small_blocks<size, decltype(state)>(*shape, *states, *out, *rotation, inverse, threads);
+    };
+    return with_small_blocks<8>(*shape, small, [=](auto* rows) {
         return rotate_blocks<std::remove_pointer_t<decltype(rows)>>(*shape, *states, *out, *rotation, inverse, threads);
     });
 }
@@ -124,6 +140,19 @@ int hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pai
     return with_rows(*shape, [=](auto* rows) {
         return outer_products<std::remove_pointer_t<decltype(rows)>>(*shape, *gradients, *states, *out, rotation, threads);
     });
+}
+
+int hf_liere_blocks_backward(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
+                             const Pair* back, const Shared* rotation, int threads) {
+    const auto small = [=](auto size, auto state) {
+        return small_blocks_backward<size, decltype(state)>(*shape, *gradients, *states, *out, *back, *rotation, threads);
+    };
+    const auto apart = [=](auto*) {
+        return hf_liere_outer_products(shape, gradients, states, out, rotation, threads) &&
+               hf_liere_rotate_blocks(shape, gradients, back, rotation, true, threads);
+    };
+    // For few states it is cheaper to rotate each one back.
+    return shape->rows() < shape->size ? apart(static_cast<void*>(nullptr)) : with_small_blocks<8>(*shape, small, apart);
 }
 
 int hf_liere_rotate_planes(const Shape* shape, const Pair* states, const Pair* out, const Shared* cos_sin, int inverse,
@@ -153,7 +182,11 @@ int hf_liere_planes_backward(const Shape* shape, const Pair* gradients, const Pa
 int hf_liere_commuting_backward(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
                                 const Pair* back, const Shared* cos_sin, const Shared* phases, int64_t group,
                                 const float* frequencies, float* sums, int threads) {
-    return with_rows(*shape, [=](auto* rows) {
+    const auto small = [=](auto size, auto state) {
+        return commuting_backward_by_vectors<size, decltype(state)>(
+            *shape, *gradients, *states, *out, *back, *cos_sin, *phases, group, frequencies, sums, threads);
+    };
+    return with_small_blocks<16>(*shape, small, [=](auto* rows) {
         return commuting_backward<std::remove_pointer_t<decltype(rows)>>(
             *shape, *gradients, *states, *out, *back, *cos_sin, *phases, group, frequencies, sums, threads);
     });

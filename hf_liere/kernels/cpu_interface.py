@@ -7,7 +7,7 @@ import torch
 
 
 # Must equal the version in cpu.cpp.
-INTERFACE = 6
+INTERFACE = 7
 # Blocks up to the first size are padded if necessary. Sizes between the two are not supported: padded to the second,
 # they are slower than plain operations.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
@@ -79,6 +79,7 @@ ARGUMENTS = {
     "hf_liere_rotate_blocks": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],
+    "hf_liere_blocks_backward": [*_STATES, *_TURNED, ctypes.c_int],
     "hf_liere_angle_gradients": [*_STATES, ctypes.c_int],
     "hf_liere_planes_backward": [*_STATES, *_TURNED, ctypes.c_int],
     "hf_liere_commuting_backward": [

@@ -18,7 +18,7 @@ from hf_liere.models.rotation.closed_forms import cos_sin
 from hf_liere.models.rotation.dispatch import plain_operations
 from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.models.rotation.exponential_gradient import GradientMoments
-from hf_liere.models.rotation.rotation_gradients import commuting_backward
+from hf_liere.models.rotation.rotation_gradients import blocks_backward, commuting_backward
 from hf_liere.models.rotation.scaling_and_squaring import RayTokens, num_saved
 
 
@@ -167,6 +167,21 @@ def test_one_pass_gives_what_two_give(every_library, shape, dtype):
     by_angle, (cos, sin) = cpu_kernels.angle_gradients(gradients, states, shape[:4]), rotation.unbind(-1)
     # Sums over heads that share a rotation are rounded before the product or after it.
     torch.testing.assert_close(by_cos_sin, torch.stack([-sin * by_angle, cos * by_angle], -1), rtol=1e-6, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2, 5, 5, 4, 4), (1, 1, 5, 2, 8, 8), (5, 2, 5, 2, 8, 8), (1, 2, 5, 2, 11, 11)])
+def test_gradients_of_blocks(every_library, shape, dtype):
+    """Against the plain operations in float64."""
+    rotation = torch.randn(shape)
+    pairs = [[torch.randn(5, 2, 5, 23).to(dtype) for _ in "qk"] for _ in range(2)]
+    expected = blocks_backward(*([x.double() for x in pair] for pair in pairs), rotation.double())
+    found = blocks_backward(*([among_others(x) for x in pair] for pair in pairs), rotation)
+    # Rotated gradients are rounded to their type, and sums of at most 20 products of 8 terms to float32.
+    roundings = torch.finfo(dtype).eps, torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    for ours, exact, rounding in zip(found, expected, roundings, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=8 * rounding * exact.abs().max().item())
 
 
 @needs_kernels

@@ -45,11 +45,18 @@ def rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, ge
 )
 def rotate_blocks_backward(query_gradient, key_gradient, query, key, blocks):
     """Gradients of query, key and blocks; `query` and `key` are the rotated ones."""
-    gradients = drop_empty_key(query_gradient, key_gradient)
-    # g qᵀ with q = Rᵀ r, r being the rotated state.
-    outer = outer_products(gradients, drop_empty_key(query, key), blocks.shape[:4], blocks.shape[-1], blocks)
-    rotated_back = restore_empty_key(apply_blocks(gradients, blocks, inverse=True), key_gradient)
+    gradients, states = drop_empty_key(query_gradient, key_gradient), drop_empty_key(query, key)
+    *rotated_back, outer = blocks_backward(gradients, states, blocks)
+    rotated_back = restore_empty_key(tuple(rotated_back), key_gradient)
     return match_layout((*rotated_back, outer.to(blocks.dtype)), (query_gradient, key_gradient, blocks))
+
+
+def blocks_backward(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of the states, and of the blocks: g qᵀ with q = Rᵀ r, r being the rotated state."""
+    if backend := find_backend("blocks_backward", rotated[0], blocks.shape[-1]):
+        return backend.blocks_backward(gradients, rotated, blocks)
+    outer = outer_products(gradients, rotated, blocks.shape[:4], blocks.shape[-1], blocks)
+    return *apply_blocks(gradients, blocks, inverse=True), outer
 
 
 def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
