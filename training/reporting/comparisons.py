@@ -251,7 +251,7 @@ def train_examples(result: dict[str, Any]) -> float:
     trained, epochs = result["train_metrics"], num_epochs(result)
     # The recorded time of a resumed run covers only its last part.
     counted = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
-    return result["run"].get("examples", {}).get("train", {}).get("samples", counted)
+    return (result["run"].get("examples", {}).get("train") or {}).get("samples", counted)
 
 
 def solved_table(table: Table, goal: float) -> tuple[str, str]:
