@@ -1,5 +1,6 @@
 """The site: `make docs` builds it in docs/_build, without network."""
 
+import json
 import os
 import re
 import sys
@@ -21,6 +22,8 @@ project = "hf_liere"
 release = __version__
 copyright = "the authors of hf_liere"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+# Notebooks are read as Markdown, see `read_page`.
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 exclude_patterns = ["_build"]
 nitpicky = True
 # Types of other libraries, whose pages need a network, and types in signatures, which need no page.
@@ -76,8 +79,32 @@ def relink(text: str, source: Path, page: Path) -> str:
 
 
 def read_page(app, name, content):
-    page = DOCS / f"{name}.md"
-    content[0] = relink(content[0], page, page)
+    page = Path(app.env.doc2path(name))
+    text = show_notebook(content[0], page) if page.suffix == ".ipynb" else content[0]
+    content[0] = relink(text, page, page)
+
+
+def show_notebook(text: str, page: Path) -> str:
+    """A notebook as Markdown: its texts, its code and the outputs that are stored in it. Nothing is run."""
+    installation, *cells = json.loads(text)["cells"]
+    parts, heading = [], ""
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            heading = source.splitlines()[0].lstrip("# ")
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            if "text" in output:
+                parts.append("```text\n" + "".join(output["text"]).rstrip() + "\n```")
+            else:
+                picture = "".join(output["data"]["image/png"].split())
+                parts.append(f"![{heading}](data:image/png;base64,{picture})")
+    source = "".join(installation["source"])
+    parts.insert(1, f"{{download}}`Download this notebook <{page.name}>` and open it in a clone. Its first cell installs:")
+    parts.insert(2, f"```python\n{source}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def read_included(app, path, name, content):
