@@ -101,11 +101,8 @@ def show_notebook(text: str, page: Path) -> str:
             else:
                 picture = "".join(output["data"]["image/png"].split())
                 parts.append(f"![{heading}](data:image/png;base64,{picture})")
-    source = "".join(installation["source"])
-    parts.insert(
-        1, f"{{download}}`Download this notebook <{page.name}>` and open it in a clone. Its first cell installs:"
-    )
-    parts.insert(2, f"```python\n{source}\n```")
+    download = f"{{download}}`Download this notebook <{page.name}>` and open it in a clone. Its first cell installs:"
+    parts[1:1] = [download, f"```python\n{''.join(installation['source'])}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
