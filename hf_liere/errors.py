@@ -27,10 +27,10 @@ def require_libraries(purpose: str, extra: str, *modules: str) -> None:
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        # The package is installed from a checkout; it is not on a package index.
+        # The package is installed from a checkout or a wheel; it is not on a package index.
         raise MissingLibraryError(
             f"{purpose} needs {' and '.join(missing)}; in a checkout of hf_liere, pip install -e '.[{extra}]' installs "
-            "it."
+            f"it, with a wheel pip install 'FILE.whl[{extra}]'."
         )
 
 
