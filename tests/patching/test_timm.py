@@ -171,7 +171,9 @@ def test_batches_of_several_sizes(case):
         batch = naflex((2, 3), (4, 2), (3, 3))["x"]
         for sample, length in enumerate((6, 8, 9)):
             alone = {name: value[sample : sample + 1, :length] for name, value in batch.items()}
-            torch.testing.assert_close(run(model, {"x": alone})[0], together[sample], rtol=0, atol=1e-5)
+            # Sums over other numbers of patches round by up to some 1e-6 of the largest logit.
+            atol = 2e-6 * together[sample].abs().max().item()
+            torch.testing.assert_close(run(model, {"x": alone})[0], together[sample], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("case", [EVA, DINO, BY_NAME["vit_small_patch16_lingbot"], AXIAL], ids=lambda case: case.name)
