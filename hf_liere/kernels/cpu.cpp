@@ -5,7 +5,7 @@
 //   exponential.h  rotations from generators, and the gradients of generators
 //   rotation.h     query and key rotated by blocks, and the gradients of blocks
 //   planes.h       query and key rotated by planes, and the gradients of angles
-//   vectors.h      the same for small blocks, in vectors of channels
+//   vectors.h      query and key rotated by small blocks, in vectors of channels
 //   commuting.h    the gradients of commuting generators
 //   quaternions.h  rotations of blocks of 3 and 4 channels in closed form
 //
@@ -140,19 +140,6 @@ int hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pai
     return with_rows(*shape, [=](auto* rows) {
         return outer_products<std::remove_pointer_t<decltype(rows)>>(*shape, *gradients, *states, *out, rotation, threads);
     });
-}
-
-int hf_liere_blocks_backward(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
-                             const Pair* back, const Shared* rotation, int threads) {
-    const auto small = [=](auto size, auto state) {
-        return small_blocks_backward<size, decltype(state)>(*shape, *gradients, *states, *out, *back, *rotation, threads);
-    };
-    const auto apart = [=](auto*) {
-        return hf_liere_outer_products(shape, gradients, states, out, rotation, threads) &&
-               hf_liere_rotate_blocks(shape, gradients, back, rotation, true, threads);
-    };
-    // For few states it is cheaper to rotate each one back.
-    return shape->rows() < shape->size ? apart(static_cast<void*>(nullptr)) : with_small_blocks<8>(*shape, small, apart);
 }
 
 int hf_liere_rotate_planes(const Shape* shape, const Pair* states, const Pair* out, const Shared* cos_sin, int inverse,

@@ -103,13 +103,6 @@ def outer_products(
     return _sums(block_size, "outer_products", gradients, rotated, (*shape, block_size, block_size), factor)
 
 
-def blocks_backward(gradients: Tensors, rotated: Tensors, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As [`rotation_gradients.blocks_backward`]: both in one pass where blocks fit into vectors."""
-    gradients, blocks = tuple(map(contiguous_channels, gradients)), _contiguous_blocks(blocks)
-    back, size = _results_like(gradients), blocks.shape[-1]
-    return *back, _sums(size, "blocks_backward", gradients, rotated, blocks.shape, _pair(back), _shared(blocks))
-
-
 def block_rotations(
     positions: torch.Tensor,
     generators: torch.Tensor,

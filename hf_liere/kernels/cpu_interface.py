@@ -79,7 +79,6 @@ ARGUMENTS = {
     "hf_liere_rotate_blocks": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],
-    "hf_liere_blocks_backward": [*_STATES, *_TURNED, ctypes.c_int],
     "hf_liere_angle_gradients": [*_STATES, ctypes.c_int],
     "hf_liere_planes_backward": [*_STATES, *_TURNED, ctypes.c_int],
     "hf_liere_commuting_backward": [

@@ -1,5 +1,5 @@
-// Small blocks that fill a vector of channels, or equal parts of it: query and key rotated by them and the gradients of
-// both, without copies of the states in another type.
+// Small blocks that fill a vector of channels, or equal parts of it: query and key rotated by them, without copies of
+// the states in another type.
 #pragma once
 
 #include "planes.h"
@@ -49,15 +49,6 @@ struct Blocks {
         join_parts(std::integral_constant<int, 1>{});
     }
 
-    // The inverse of `read`.
-    INLINE void write(float* target, int count) {
-        join_parts(std::integral_constant<int, 1>{});
-        for (int i = 0; i < SIZE; ++i) {
-            const int start = i % COUNT * SIZE * SIZE + i / COUNT * CHANNELS;
-            if (start < count * SIZE) store(target + start, rows[i]);
-        }
-    }
-
     // Transposes the parts of COUNT vectors each: its own inverse.
     template <int STEP>
     INLINE void join_parts(std::integral_constant<int, STEP>) {
@@ -93,12 +84,6 @@ struct Blocks {
         ((sum += exchange<DISTANCES>(states) * rows[DISTANCES]), ...);
         return sum;
     }
-
-    // Adds the outer products g rᵀ to skewed blocks.
-    template <int... DISTANCES>
-    INLINE void add_outer(Channels gradient, Channels state, std::integer_sequence<int, DISTANCES...>) {
-        ((rows[DISTANCES] += exchange<DISTANCES>(gradient) * state), ...);
-    }
 };
 
 // cpu.apply_rotation for these blocks, those of one token and head at a time.
@@ -126,41 +111,6 @@ bool rotate_small_blocks(const Shape& shape, const Pair& states, const Pair& out
                 }
         });
         pass_on<State>(shape, states, out, place);
-    }
-    return true;
-}
-
-// cpu.blocks_backward for these blocks, in one pass.
-template <int SIZE, typename State>
-bool small_blocks_backward(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
-                           const Pair& back, const Shared& rotation, int threads) {
-    constexpr std::make_integer_sequence<int, SIZE> DISTANCES{};
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t work = 0; work < shape.rotations(); ++work) {
-        const Place place(work, shape);
-        const int64_t first = place.first, head = place.head, token = place.token;
-        const float* matrices = rotation.at(first, head, token);
-        float* target = out.at(first, head, token);
-        for_channels(shape.width(), [=, &gradients, &states, &back](int64_t i, int count) INLINED {
-            Blocks<SIZE> blocks, outer = {};
-            blocks.read(matrices + i * SIZE, count);
-            blocks.skew();
-            for (int64_t sample = first; sample < first + shape.samples(); ++sample)
-                for (int which = 0; which < shape.states; ++which) {
-                    const State* source = gradients.at<State>(which, sample, head, token) + i;
-                    const State* state = states.at<State>(which, sample, head, token) + i;
-                    __builtin_prefetch(source + AHEAD);
-                    __builtin_prefetch(state + AHEAD);
-                    const Channels gradient = load_channels(source, count);
-                    outer.add_outer(gradient, load_channels(state, count), DISTANCES);
-                    store_channels(back.at<State>(which, sample, head, token) + i, blocks.multiply(gradient, DISTANCES),
-                                   count);
-                }
-            outer.skew();
-            for (Channels& row : outer.rows) row = blocks.multiply(row, DISTANCES);
-            outer.write(target + i * SIZE, count);
-        });
-        pass_on<State>(shape, gradients, back, place);
     }
     return true;
 }

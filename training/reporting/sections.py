@@ -130,8 +130,7 @@ def _results_table(table: Table, conditions: list[str], figures: dict[str, dict]
 
 
 def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
-    """Model, data and machine, from the records of the first run, and what the examples leave open."""
-    # Rows that are only evaluated have no training to describe.
+    """Model, data and machine, from the records of the first run that trains, and what the examples leave open."""
     first = next((result for result in results if train_examples(result)), results[0])
     model, training = (first["run"].get(key, {}) for key in ("model", "training"))
     model = model.get("backbone_config") or model

@@ -53,8 +53,6 @@ def rotate_blocks_backward(query_gradient, key_gradient, query, key, blocks):
 
 def blocks_backward(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Gradients of the states, and of the blocks: g qᵀ with q = Rᵀ r, r being the rotated state."""
-    if backend := find_backend("blocks_backward", rotated[0], blocks.shape[-1]):
-        return backend.blocks_backward(gradients, rotated, blocks)
     outer = outer_products(gradients, rotated, blocks.shape[:4], blocks.shape[-1], blocks)
     return *apply_blocks(gradients, blocks, inverse=True), outer
 
