@@ -15,7 +15,8 @@ them once. `--dry_run` only lists the runs.
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
 `evaluate` lists of conditions, all of whose combinations are evaluated. `report` names further tables: the `peak` over
 the epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `compare`, `chance` and
-`solved_at` say what the report tests (training/README.md). `mini` replaces any of these for a small computer.
+`solved_at` say what the report tests (training/README.md). `after` names a sweep that is run first, in a folder of that
+name in output_dir; `model_name_or_path` then names folders in there. `mini` replaces any of these for a small computer.
 """
 
 import argparse
@@ -46,24 +47,33 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--dry_run", action="store_true", help="list the runs only")
     arguments = sys.argv[1:] if arguments is None else arguments
     given, passed = parser.parse_known_args(arguments)
-    sweep = read_sweep(given.sweep, given.mini)
-    if given.recipe:
+    # Created before a script creates it, so that the processes are connected from the start.
+    if not given.dry_run:
+        PartialState(cpu=launched_on_cpus())
+    return run_sweep(given, passed, given.sweep, given.output_dir, remove_private(arguments))
+
+
+def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_dir: Path, command: list[str]) -> Path:
+    """Runs a sweep after the one whose models it starts from, if any; returns the file of its results."""
+    sweep = read_sweep(file, given.mini)
+    if given.recipe and file == given.sweep:
         sweep["recipe"] = given.recipe
+    if "after" in sweep:
+        run_sweep(given, passed, file.with_name(f"{sweep['after']}.yaml"), output_dir / sweep["after"], command)
     # Every run with the conditions of its evaluations, in order.
     runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
     if given.dry_run:
         for settings, conditions in runs:
-            print(" ".join(build_flags(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
-        return given.output_dir
-    # Created before a script creates it, so that the processes are connected from the start.
-    PartialState(cpu=launched_on_cpus())
-    results_file = given.output_dir / f"{given.sweep.stem}.jsonl"
+            flags = build_flags(sweep, settings, passed, output_dir)
+            print(" ".join(flags), f"  # evaluated under {len(conditions)} conditions")
+        return output_dir
+    results_file = output_dir / f"{file.stem}.jsonl"
     results = []
     for number, (settings, conditions) in enumerate(runs, 1):
         if PartialState().is_main_process:
             print(f"[{number}/{len(runs)}] {slug(settings) or 'the recipe as it is'}", flush=True)
-        made = train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
-        results += [{**result, "command": remove_private(arguments)} for result in made]
+        made = train_and_evaluate(sweep, file.stem, settings, conditions, passed, output_dir)
+        results += [{**result, "command": command} for result in made]
         if PartialState().is_main_process:
             write_results(results_file, results)
     return results_file

@@ -354,7 +354,7 @@ def test_sweeps_name_models_that_exist(path, mini):
     # Seeds differ in nothing that is read here.
     found = {str({**settings, "seed": 0}): settings for settings in sweeps.combinations(sweep["train"])}
     for settings in found.values():
-        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused"))
         if sweep["script"] in ("clip_finetuning", "language_modeling"):
             patch_args = vars(parse_arguments(flags, classes)[1])
             if patch_args["position_encoding"] != "none":
@@ -504,7 +504,7 @@ def test_fixed_rotations_are_those_of_the_papers_code(path, mini):
     for settings in sweeps.combinations(sweep["train"]):
         if settings.get("position_encoding") != "axial_rope" or sweep["script"] == "clip_finetuning":
             continue
-        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused"))
         model_args = parse_arguments(flags, script_of(sweep["recipe"]).ARGUMENT_CLASSES)[0]
         config = model_args.config_class(**model_args.architecture())
         if config.coordinates == "train_grid":

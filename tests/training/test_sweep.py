@@ -266,6 +266,27 @@ def test_models_of_a_sweep_are_inspected_side_by_side(tiny, tmp_path):
         inspect_sweep.main([str(tmp_path / "models"), *flags[2:]])
 
 
+def test_a_sweep_trains_the_models_that_it_starts_from(files, tmp_path):
+    """With a learning rate of 0 they stay the same, in a folder of their sweep's name."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    recipe = {"do_train": True, **dict(zip([flag.lstrip("-") for flag in TINY_MODEL[::2]], TINY_MODEL[1::2]))}
+    (tmp_path / "first_recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "second_recipe.yaml").write_text(yaml.safe_dump({"do_train": True, "learning_rate": 0.0}))
+    row = {"position_encoding": "rope_mixed"}
+    common = {"script": "image_classification"}
+    first.write_text(yaml.safe_dump({**common, "recipe": str(tmp_path / "first_recipe.yaml"), "train": [[row]]}))
+    row["model_name_or_path"] = "position_encoding=rope_mixed"
+    second.write_text(
+        yaml.safe_dump({**common, "after": "first", "recipe": str(tmp_path / "second_recipe.yaml"), "train": [[row]]})
+    )
+    flags = [flag for flag in TINY_RUN if flag not in ("--learning_rate", "1e-3")]
+    evaluate_sweep.main([str(second), "--output_dir", str(tmp_path / "out"), *files, *flags])
+    (before,) = map(json.loads, (tmp_path / "out" / "first" / "first.jsonl").read_text().splitlines())
+    (after,) = map(json.loads, (tmp_path / "out" / "second.jsonl").read_text().splitlines())
+    assert after["metrics"]["eval_loss"] == before["metrics"]["eval_loss"]
+    assert after["run"]["training"]["learning_rate"] == 0 < before["run"]["training"]["learning_rate"]
+
+
 def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
     evaluate_sweep.main([str(sweep_file), "--mini", "--output_dir", str(tmp_path), "--dry_run"])
     lines = capsys.readouterr().out.splitlines()

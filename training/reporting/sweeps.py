@@ -31,7 +31,7 @@ SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
     *("clip_finetuning", "language_modeling"),
 )
-SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "mini")
+SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "after", "mini")
 COMPARE_KEYS = ("against", "against_condition", "rows", "beside", "under", "metric", "within")
 # Additional tables in the reports of some sweeps.
 REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
@@ -95,7 +95,7 @@ def train_and_evaluate(
     """
     script = _script(sweep)
     folder = output_dir / (slug(settings) or "recipe")
-    flags = build_flags(sweep, settings, passed)
+    flags = build_flags(sweep, settings, passed, output_dir)
     go_on = _remaining_flags(folder, flags)
     if go_on is not None:
         script.main([*flags, "--output_dir", str(folder), *go_on])
@@ -128,7 +128,11 @@ def train_and_evaluate(
     return results
 
 
-def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str]) -> list[str]:
+def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str], output_dir: Path) -> list[str]:
+    """Flags of one run, which starts from a model of the sweep before, if any, in its folder of `output_dir`."""
+    if "after" in sweep:
+        source = output_dir / sweep["after"] / settings["model_name_or_path"]
+        settings = {**settings, "model_name_or_path": str(source)}
     recipe = Path(sweep["recipe"])
     recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
     return [str(recipe), *passed, *to_flags({**settings, "do_eval": True}, _script(sweep).ARGUMENT_CLASSES)]
