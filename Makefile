@@ -31,7 +31,7 @@ gpu: $(READY)
 	$(BIN)/python training/gpu_check.py --minutes 10
 
 # A Space with the page of training/app.py, started as it would be there. CHECKPOINTS are folders or names on the Hub; without
-# them it has the models of `make demo` or, if that was not run, the stored one.
+# them it has the stored models and, if it was run, those of `make demo`.
 space: $(READY)
 	rm -rf outputs/space
 	$(BIN)/python training/app.py $(if $(CHECKPOINTS),--checkpoints $(CHECKPOINTS)) --write_space outputs/space

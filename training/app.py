@@ -1,6 +1,6 @@
 """Compares two checkpoints in the browser: predictions, probabilities and attention.
 
-    python training/app.py                                             # the models of `make demo`, if it was run
+    python training/app.py                                             # the stored models and those of `make demo`
     python training/app.py --checkpoints outputs/cifar10 me/liere8     # folders, and models on the Hub
     python training/app.py --write_space outputs/space                 # a Space with the same page, to be pushed
 

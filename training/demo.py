@@ -12,7 +12,6 @@ if a run failed or LieRE did no better than counting arrows.
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,13 +31,9 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.utils.logging import disable_progress_bar
 
 import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
-from hf_liere.hub.cards import render_card
-from hf_liere.hub.checked_facts import facts_of_run
-from hf_liere.hub.facts import Facts, load_facts
 from hf_liere.hub.run_records import RESULTS_FILE
 from hf_liere.storage.saved_model import SavedModel
-from hf_liere.storage.targets import new_directory, require_new_directory
-from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
+from training.common.records import CONFIG_FILE, WEIGHTS_FILE
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
 from training.engine.saving import last_complete_checkpoint
 
@@ -57,8 +52,6 @@ RUNS = {
 RUNS_AT_ONCE = 2
 PUZZLES = 8
 EVALUATED = 2000
-CHECKPOINT_FILES = ("model.safetensors", "preprocessor_config.json", RESULTS_FILE)
-CHECKPOINT_FILES += (CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE)
 
 
 def main() -> int:
@@ -68,19 +61,11 @@ def main() -> int:
     parser.add_argument(
         "--classify", type=Path, metavar="CHECKPOINT", help="only classify new images with a checkpoint"
     )
-    parser.add_argument(
-        "--write_checkpoint", type=Path, metavar="DIR", help="also write LieRE8 as the repository keeps it, with a card"
-    )
     arguments = parser.parse_args()
     if arguments.classify is not None:
         return classify_new_images(arguments.classify)
     if arguments.images < BATCH_SIZE:
         parser.error(f"--images {arguments.images}: accepted are {BATCH_SIZE} (one batch) and more")
-    if arguments.write_checkpoint is not None:
-        try:
-            require_new_directory(arguments.write_checkpoint)
-        except FileExistsError as error:
-            parser.error(f"--write_checkpoint: {error}")
 
     start = time.perf_counter()
     save_puzzles(arguments.output_dir / "puzzles")
@@ -99,10 +84,8 @@ def main() -> int:
     subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
     checkpoint, puzzles = arguments.output_dir / "liere8", arguments.output_dir / "puzzles"
     print(f"What it says about an image: hf-liere predict {checkpoint} {puzzles / '*.png'}")
-    print(f"What it has learnt and where it looks: hf-liere inspect {checkpoint} --dataset {puzzles} --output REPORT")
+    print(f"What it has learned and where it looks: hf-liere inspect {checkpoint} --dataset {puzzles} --output REPORT")
     print("Side by side in the browser: python training/app.py")
-    if arguments.write_checkpoint is not None:
-        write_checkpoint(arguments.output_dir, arguments.write_checkpoint)
     print(f"\nFinished after {time.perf_counter() - start:.0f} s.")
     if results["liere8"]["eval_accuracy"] <= BAG_OF_ARROWS_ACCURACY:
         print(
@@ -316,31 +299,6 @@ def save_puzzles(folder: Path) -> None:
     for index in range(PUZZLES):
         pixels, label = images[index]
         Image.fromarray(pixels.squeeze(-1)).save(folder / f"{index}_{LABELS[label]}.png")
-
-
-def write_checkpoint(folder: Path, target: Path) -> None:
-    """
-    Writes LieRE8 as stored in the repository: weights, configuration, processor, records of its run and a card, without
-    the modeling code, which is in hf_liere.
-    """
-    source = SavedModel(folder / "liere8")
-    about = load_facts("arrows_liere8")
-    place = target.resolve()
-    place = (place.relative_to(HERE.parent) if place.is_relative_to(HERE.parent) else place).as_posix()
-    facts = Facts(about.title, about.encoding, intended_use=about.intended_use, license="apache-2.0")
-    facts.notes = f"Made by `python training/demo.py --write_checkpoint {place}`."
-    facts = facts_of_run(source, facts, [larger_folder(folder, "liere8")])
-    # Two runs shared the machine, so their speed is not meaningful.
-    facts.cost = {"parameters": facts.cost["parameters"]}
-    with new_directory(target) as partial:
-        for name in CHECKPOINT_FILES:
-            shutil.copyfile(source.folder / name, partial / name)
-        config = source.configuration
-        # auto_map would refer to missing code.
-        del config["auto_map"]
-        write_record(partial, "config.json", config)
-        render_card(facts, folder=place).write(partial)
-    print(f"As the repository keeps it: {target}")
 
 
 def predict(checkpoint: Path, images: Arrows) -> list[str]:

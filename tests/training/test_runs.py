@@ -266,9 +266,14 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
     (tmp_path / "liere8" / "eval_results.json").unlink()
     (tmp_path / "absolute_at_168" / "eval_results.json").unlink()
     stored = tmp_path / "stored"
-    again = run_python(*command, "--write_checkpoint", stored, status=1)
+    again = run_python(*command, status=1)
     assert re.findall("(.*) is finished already", again.stdout) == ["rope_mixed", "comrope_ld"], again.stdout
     assert (tmp_path / "absolute_at_168" / "eval_results.json").is_file()
+    about = ["--title", "Arrows", "--made_by", "make demo", "--intended_use", "Puzzles."]
+    arguments = [tmp_path / "liere8", stored, "--evaluation", tmp_path / "liere8_at_168", *about]
+    run_python(ROOT / "training" / "store_checkpoint.py", *arguments)
+    refused = run_python(ROOT / "training" / "store_checkpoint.py", *arguments, status=2)
+    assert "is not empty" in refused.stderr
     assert f'checkpoint = "{stored}"' in (stored / "README.md").read_text()
     assert "| 168 × 168 | 2,000 |" in (stored / "README.md").read_text()
     after = load_file(tmp_path / "liere8" / "model.safetensors")

@@ -167,9 +167,10 @@ def results(place: str) -> list[gr.components.Component]:
 
 
 def initial_view(app: App) -> tuple[tuple[str, str], str, range]:
-    """The initial models and source of pictures, and their sizes."""
-    first, second = (*app.checkpoints, NO_SECOND)[:2]
-    solves = any(checkpoint.solves_puzzles for checkpoint in app.chosen(first, second))
+    """The initial models, the source of pictures and their sizes. Beside a model for puzzles is another or none."""
+    first, *others = app.checkpoints
+    solves = app.checkpoints[first].solves_puzzles
+    second = next((name for name in others if not solves or app.checkpoints[name].solves_puzzles), NO_SECOND)
     for pair, source in (((first, second), PUZZLE if solves else UPLOAD), ((first, second), UPLOAD)):
         try:
             return pair, source, image_sizes(app.chosen(*pair), source == PUZZLE)

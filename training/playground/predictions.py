@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINTS = ROOT / "outputs" / "arrows"
-# Checkpoints of the repository, used if the demo was not run.
+# Checkpoints of the repository.
 STORED_CHECKPOINTS = ROOT / "training" / "checkpoints"
 MIN_PATCHES_PER_SIDE = 2
 # Attention of 12 heads and 1,024 patches takes 50 MB per layer.
@@ -82,15 +82,15 @@ def find_checkpoints(sources: Sequence[str] | None = None) -> list[Checkpoint]:
     The checkpoints in folders, in the folders of a folder, and on the Hub, from where they are downloaded.
 
     Args:
-        sources: `None` for those of the demo or, if it was not run, of the repository.
+        sources: `None` for those of the demo, if it was run, and of the repository.
 
     Raises:
         InputError: if a source contains no image classifier.
         HubError: if a download from the Hub fails.
     """
     if sources is None:
-        was_run = any(DEMO_CHECKPOINTS.glob("*/config.json"))
-        sources = [str(DEMO_CHECKPOINTS if was_run else STORED_CHECKPOINTS)]
+        demo = [DEMO_CHECKPOINTS] if any(DEMO_CHECKPOINTS.glob("*/config.json")) else []
+        sources = [str(folder) for folder in (*demo, STORED_CHECKPOINTS)]
     folders = list(dict.fromkeys(found for source in sources for found in _folders(source)))
     names = _shorten_paths([repo_id or folder.as_posix() for folder, repo_id in folders])
     return [_describe(repo_id or name, folder, repo_id) for name, (folder, repo_id) in zip(names, folders)]
