@@ -1,9 +1,10 @@
-"""The trained model that the repository has for snippets, notebooks and the page, against what its card states."""
+"""The trained models that the repository has for snippets, notebooks and the page, against what their cards state."""
 
 import json
 import math
 import re
 
+import datasets
 import pytest
 import torch
 from checkout import ROOT
@@ -17,7 +18,10 @@ from hf_liere.storage.saved_model import SavedModel
 from training.data.arrows import LABELS, Arrows
 
 
-STORED = ROOT / "training" / "checkpoints" / "arrows_liere8"
+CHECKPOINTS = ROOT / "training" / "checkpoints"
+STORED = CHECKPOINTS / "arrows_liere8"
+# The images of the evaluation, not part of the repository.
+CIFAR100 = ROOT.parent / "shared" / "data" / "cifar100" / "test-00000-of-00001.parquet"
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +53,17 @@ def accuracy(images):
     return right / len(images)
 
 
-def test_it_is_small_whole_and_the_one_that_was_measured(card):
+@pytest.mark.parametrize("folder", sorted(CHECKPOINTS.iterdir()), ids=lambda path: path.name)
+def test_it_is_small_whole_and_the_one_that_was_measured(folder):
     """Its code is the package's, and does not lie beside it."""
-    files = {path.name: path.stat().st_size for path in STORED.iterdir()}
-    assert sum(files.values()) < 500_000 and not [name for name in files if name.endswith(".py")]
-    assert "auto_map" not in json.loads((STORED / "config.json").read_text())
-    model = AutoModelForImageClassification.from_pretrained(STORED)
+    card = ModelCard.load(folder / "README.md")
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert sum(files.values()) < 750_000 and not [name for name in files if name.endswith(".py")]
+    assert "auto_map" not in json.loads((folder / "config.json").read_text())
+    model = AutoModelForImageClassification.from_pretrained(folder)
     assert isinstance(model, hf_liere.LieREViTForImageClassification)
-    digest = SavedModel(STORED).digest
-    assert json.loads((STORED / "weights.json").read_text())["sha256"] == digest
+    digest = SavedModel(folder).digest
+    assert json.loads((folder / "weights.json").read_text())["sha256"] == digest
     assert f"Weights: SHA-256 `{digest}`" in card.text
     assert f"| parameters | {sum(parameter.numel() for parameter in model.parameters()):,} |" in card.text
 
@@ -82,6 +88,23 @@ def test_its_accuracy_on_new_puzzles(card, size, images):
     stated, samples = figure(card, size)
     error = math.sqrt(stated * (1 - stated) * (1 / samples + 1 / images))
     assert accuracy(Arrows("test", images, size)) == pytest.approx(stated, abs=3 * error)
+
+
+@pytest.mark.parametrize("name", ["cifar100_absolute", "cifar100_liere8"])
+def test_the_accuracy_on_cifar100_is_that_of_the_card(name):
+    """On the first images of the evaluation: within three standard errors."""
+    if not CIFAR100.is_file():
+        pytest.skip(f"{CIFAR100} does not exist")
+    rows = datasets.Dataset.from_parquet(str(CIFAR100)).select(range(1000))
+    model = AutoModelForImageClassification.from_pretrained(CHECKPOINTS / name).eval()
+    pixels = AutoImageProcessor.from_pretrained(CHECKPOINTS / name)(
+        list(rows["image"]), return_tensors="pt"
+    ).pixel_values
+    with torch.no_grad():
+        right = model(pixels).logits.argmax(1) == torch.tensor(rows["label"])
+    assert model.config.id2label[0] == rows.features["label"].names[0] == "apple"
+    stated = json.loads((CHECKPOINTS / name / "eval_results.json").read_text())["eval_accuracy"]
+    assert right.double().mean() == pytest.approx(stated, abs=3 * math.sqrt(stated * (1 - stated) / 1000))
 
 
 def test_the_code_of_its_card_runs(card, tmp_path, monkeypatch, capsys):
