@@ -254,8 +254,8 @@ def test_other_models_have_other_sizes(page, browser):
     page.until(lambda: sizes() == ["20", "320", "10", "60"])
     browser.find_elements("css selector", "#source input")[0].click()
     page.choose("#first", "liere8")
-    page.until(lambda: sizes() == ["60", "384", "12", "60"])
-    page.until(lambda: "5 × 5 patches" in page.text("#first-attention"))
+    page.until(lambda: sizes() == ["60", "384", "12", "108"])
+    page.until(lambda: "9 × 9 patches" in page.text("#first-attention"))
     assert console_errors(browser) == []
 
 

@@ -83,6 +83,10 @@ class App:
         value = size if size in sizes else nearest_size(sizes, chosen[0].image_size)
         return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=value)
 
+    def trained_sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
+        """The slider at the size of the first model's training images, where it starts for every other first model."""
+        return self.sizes(first, second, source, self.checkpoints[first].image_size)
+
     def compare(
         self, first: str, second: str, source: str, size: float, number: int, upload: str | None
     ) -> tuple[str, str, dict | None, str, gr.Column, str, dict | None, str]:
@@ -272,8 +276,10 @@ def _connect(app: App, page: gr.Blocks, controls: PictureControls, models: tuple
         [controls.puzzle_row, controls.upload],
         **private,
     )
+    sizes = {models[0]: app.trained_sizes}
     for control in (*models, controls.source):
-        adjusted = control.input(app.sizes, [*models, controls.source, controls.size], controls.size, **private)
+        chosen = [*models, controls.source, controls.size]
+        adjusted = control.input(sizes.get(control, app.sizes), chosen, controls.size, **private)
         compare_after(adjusted.then, js=SHOW_SIZE)
 
 
