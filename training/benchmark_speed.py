@@ -16,7 +16,8 @@ Beside the shares are the limit and, as a check, the interval by which whole mod
 the bytes and products of the mathematics take at the bandwidth and the rates of products measured in the same run. In
 short steps whole models differ by more than the share, because a rotation between other operations takes longer than
 one after another rotation. `--table growth` shows how the shares change with batch size, resolution, depth, block size
-and frames.
+and frames. Rows such as rope_mixed_by_timm are our model with the rotations of another package, where it is installed.
+They have no limit; rope_1d_by_x_transformers has one axis, and those that learn no frequencies have fewer gradients.
 
 `--table epochs` names the models of ComRoPE's Table 9 and prints what the paper does: minutes of a training epoch of
 ImageNet-1k and seconds of its validation split, computed from the median times of steps on this machine, without
@@ -50,7 +51,8 @@ import transformers
 
 from training.speed.clocks import CLOCKS
 from training.speed.measurements import BASELINE, Case, Records, growth_cases
-from training.speed.models import SIZES, BenchmarkError, Row, Settings, check_row, has_timm
+from training.speed.models import SIZES, BenchmarkError, Row, Settings, check_row
+from training.speed.peers import PEERS
 from training.speed.rounds import CaseRounds, Plan
 from training.speed.runner import machine
 from training.speed.tables import (
@@ -125,8 +127,9 @@ def read_rows(options) -> list[Row]:
     if names is None:
         names = {"encodings": [*ENCODING_ROWS, *REFERENCE_ROWS], "added": ENCODING_ROWS, "growth": GROWTH_ROWS}
         names = (names | {"epochs": EPOCH_ROWS})[options.table]
-        if options.table == "encodings" and has_timm() and options.num_frames is None:
-            names = [*names, *TIMM_ROWS]
+        if options.num_frames is None:
+            others = {"encodings": TIMM_ROWS, "added": PEERS}.get(options.table, ())
+            names = [*names, *(name for name in others if Row.parse(name).is_installed)]
         if options.table == "added":
             names = [name for name in names if Row.parse(name).rotates]
         if options.num_frames is not None:

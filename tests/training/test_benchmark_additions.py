@@ -9,13 +9,22 @@ import torch
 from benchmark_cases import TINY, add_shares, read, settings
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import hf_liere
 from hf_liere.inspection.costs import count_cost
 from training import benchmark_speed
 from training.speed import measurements, runner, tables
 from training.speed.additions import Addition, States
 from training.speed.intervals import estimate
 from training.speed.limits import Work, needed_work
-from training.speed.models import Row, build_model, compile_function, register_attention
+from training.speed.models import (
+    BenchmarkError,
+    Row,
+    build_model,
+    check_row,
+    compile_function,
+    register_attention,
+)
+from training.speed.peers import PEERS, PeerEncoding
 
 
 ROWS = ("axial_rope", "rope_mixed", "comrope_ap8", "comrope_ld8", "liere8")
@@ -103,6 +112,60 @@ def test_basis_of_weights_is_changed_where_the_model_changes_it(name):
         assert all(gradient.shape == (192, 192) and not gradient.any() for gradient in gradients)
     else:
         assert gradients == [None, None]
+
+
+def frequencies_of(peer):
+    """A peer's frequencies as (A, layers, heads, planes), and (N, A) positions of its class token and patches."""
+    found = (peer.rope.inv_freq if hasattr(peer.rope, "inv_freq") else peer.rope.freqs).detach()
+    positions = hf_liere.grid_positions(peer.grid, "index", num_prefix_tokens=1).coordinates
+    if found.ndim == 4:
+        # timm's axes are columns and rows.
+        return found.flip(0), positions
+    if peer.package == "x_transformers":
+        return found[None, None, None].repeat(1, 2, 3, 1), torch.arange(len(positions), dtype=torch.float64)[:, None]
+    axes = torch.block_diag(found[None], found[None])  # (A, planes)
+    return axes[:, None, None].repeat(1, 2, 3, 1), positions
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_rotate_as_the_package_does_with_their_frequencies(name):
+    """The same rotated states, and gradients of states and of learned frequencies."""
+    pytest.importorskip(PEERS[name].package)
+    addition = addition_of(name, training=True, image_size=64)
+    peer = addition.encoder.rotary_encoding
+    frequencies, positions = frequencies_of(peer)
+    rotary = hf_liere.LieRotaryEmbedding(3, 64, len(frequencies), "rope_mixed", num_layers=2, frequencies=frequencies)
+    incoming = [state for layer in addition.states.gradients for state in layer]
+    results = []
+    for rotations in (addition.rotations(), rotary.rotations(positions)):
+        states = [tuple(state.detach().requires_grad_() for state in layer) for layer in addition.states.layers]
+        rotated = [out for rotation, layer in zip(rotations, states) for out in rotation.rotate(*layer)]
+        torch.autograd.backward(rotated, incoming)
+        results.append([*rotated, *(state.grad for layer in states for state in layer)])
+    for found, expected in zip(*results, strict=True):
+        # Peers round angles of up to 16 radians to float32, an error of 1e-6 each.
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    (ours,) = rotary.parameters()
+    for learned in (parameter for parameter in peer.parameters() if parameter.requires_grad):
+        expected = ours.grad.squeeze(-1).flip(0)
+        if learned.ndim == 1:
+            # One frequency serves every layer and head, and a plane of each axis.
+            expected = sum(axis.unflatten(-1, (2, -1))[..., 1 - i, :].sum((0, 1)) for i, axis in enumerate(expected))
+        torch.testing.assert_close(learned.grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_peers_that_are_not_installed_are_refused(monkeypatch):
+    """By the command that installs them; the default rows leave them out."""
+
+    class Absent(PeerEncoding):
+        package = "absent_package"
+
+    monkeypatch.setitem(PEERS, "rope_by_absent_package", Absent)
+    with pytest.raises(BenchmarkError, match="`pip install absent-package` installs it"):
+        check_row(settings(), Row.parse("rope_by_absent_package"))
+    options = benchmark_speed.parse_arguments([*TINY, "--table", "added"])
+    names = {row.name for row in benchmark_speed.read_rows(options)}
+    assert names & PEERS.keys() == {name for name in PEERS if Row.parse(name).is_installed}
 
 
 @pytest.mark.parametrize("keeps_rotations", [True, False])
@@ -277,11 +340,12 @@ def test_noise_is_no_table(tmp_path, capsys, monkeypatch, shares, reason):
 def test_added_shares_of_a_run(tmp_path, capsys):
     """Until a share is resolved or the rounds are over; a resumed run that lacks nothing prints the same."""
     output = tmp_path / "speed.jsonl"
-    rows = ["rope_mixed", "comrope_ld8", "folded_liere4"]
+    peers = {name: 3 for name in ("rope_mixed_by_timm",) if Row.parse(name).is_installed}
+    rows = ["rope_mixed", "comrope_ld8", "folded_liere4", *peers]
     arguments = [*TINY, "--table", "added", "--rounds", "7", "--whole_rounds", "1", "--output", str(output)]
     assert benchmark_speed.main([*arguments, "--rows", *rows]) in (0, 1)
     first, lines = capsys.readouterr().out, read(output)
-    for row, quantities in {"absolute": 0, "rope_mixed": 3, "comrope_ld8": 3, "folded_liere4": 2}.items():
+    for row, quantities in {"absolute": 0, "rope_mixed": 3, "comrope_ld8": 3, "folded_liere4": 2, **peers}.items():
         own = [line for line in lines if line.get("row") == row]
         rounds = {}
         for line in own:

@@ -18,7 +18,8 @@ from hf_liere.models.encoding.positions import TokenPositions
 from training import benchmark_speed
 from training.speed import measurements, runner, tables
 from training.speed import models as benchmark_models
-from training.speed.models import NaiveRotation, Row
+from training.speed.models import Row
+from training.speed.pseudo_code import NaiveRotation
 
 
 SCRIPT = str(ROOT / "training" / "benchmark_speed.py")

@@ -1,4 +1,7 @@
-"""Models of equal size for benchmark_speed.py: ours, naive ones after the papers' pseudo-code, and timm's."""
+"""
+Models of equal size for benchmark_speed.py: ours, naive ones after the papers' pseudo-code, timm's, and ours with
+rotations of other packages.
+"""
 
 import contextlib
 import copy
@@ -20,12 +23,12 @@ from hf_liere import (
     LieREVideoForVideoClassification,
     LieREViTConfig,
     LieREViTForImageClassification,
-    reference,
 )
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.transformer.configuration_liere import LieREConfig
+from training.speed.peers import PEERS
+from training.speed.pseudo_code import NaiveRotation, PlainRotation
 
 
 SIZES = {
@@ -89,7 +92,8 @@ class Settings:
 class Row:
     """
     A model by name: `liere8`, `comrope_ld16` (the number is the block size), `folded_liere8` (rotations folded for
-    inference), `centred_liere8` (coordinates `centred_grid`), `naive_liere8` (papers' pseudo-code), `timm_rope_mixed`.
+    inference), `centred_liere8` (coordinates `centred_grid`), `naive_liere8` (papers' pseudo-code), `timm_rope_mixed`
+    (timm's model), `rope_mixed_by_timm` (our model with timm's rotations, see [`PEERS`]).
     """
 
     name: str
@@ -99,13 +103,15 @@ class Row:
 
     @classmethod
     def parse(cls, name: str) -> "Row":
+        if name in PEERS:
+            return cls(name, "peer", "none", None)
         match = ROW_NAME.fullmatch(name)
         if match is None:
             raise BenchmarkError(
                 f"{name!r} is not a model; accepted are {', '.join(UNROTATED + ONE_SIZE)}, {', '.join(BLOCKWISE)} with "
                 f"or without a block size (liere64), rotating ones after folded_ or centred_, "
                 f"{', '.join(WITH_PSEUDO_CODE)} after naive_, and "
-                f"{', '.join('timm_' + encoding for encoding in TIMM_MODELS)}."
+                f"{', '.join(['timm_' + encoding for encoding in TIMM_MODELS] + list(PEERS))}."
             )
         kind, encoding, size = match[1] or "own", match[2], match[3]
         if size and encoding not in BLOCKWISE:
@@ -130,20 +136,32 @@ class Row:
     @property
     def rotates(self) -> bool:
         """Whether it is one of our models and rotates queries and keys."""
-        return self.kind in ("own", "folded", "centred") and self.encoding not in UNROTATED
+        return self.kind == "peer" or self.kind in ("own", "folded", "centred") and self.encoding not in UNROTATED
 
     @property
     def learns(self) -> bool:
         return self.encoding not in UNROTATED and ENCODING_TRAITS[self.encoding].learned
 
+    @property
+    def package(self) -> str | None:
+        """The other package that computes its rotations, if any."""
+        return "timm" if self.kind == "timm" else PEERS[self.name].package if self.kind == "peer" else None
+
+    @property
+    def is_installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
 
 def check_row(settings: Settings, row: Row) -> None:
     """Raises [`BenchmarkError`] if the model does not exist at this setting."""
-    if row.kind == "timm":
+    if row.package is not None:
         if settings.num_frames is not None:
-            raise BenchmarkError(f"{row.name}: timm has no video model; leave it out of --rows.")
-        if not has_timm():
-            raise BenchmarkError(f"{row.name}: timm is not installed; leave it out of --rows.")
+            raise BenchmarkError(f"{row.name}: only images are compared with {row.package}; leave it out of --rows.")
+        if not row.is_installed:
+            raise BenchmarkError(
+                f"{row.name}: {row.package} is not installed; `pip install {row.package.replace('_', '-')}` installs "
+                "it, or leave it out of --rows."
+            )
         return
     build_config(settings, row)
 
@@ -169,7 +187,10 @@ def build_config(settings: Settings, row: Row, **overrides) -> LieREConfig:
 
 
 def build_own(settings: Settings, row: Row, dtype: torch.dtype, attn_implementation: str, depth: int) -> nn.Module:
-    """Our model or, for naive rows, the naive one. Weights have `dtype`, or float32 where from_pretrained keeps it."""
+    """
+    Our model, with other rotations for naive rows and peers. Weights have `dtype`, or float32 where from_pretrained
+    keeps it.
+    """
     config = build_config(settings, row, num_hidden_layers=depth)
     model_class = LieREViTForImageClassification if settings.num_frames is None else LieREVideoForVideoClassification
     if row.kind == "naive":
@@ -185,6 +206,8 @@ def build_own(settings: Settings, row: Row, dtype: torch.dtype, attn_implementat
     for name, parameter in model.named_parameters():
         if not (dtype.itemsize == 2 and any(module in name for module in kept)):
             parameter.data = parameter.data.to(dtype)
+    if row.kind == "peer":
+        model.liere.rotary_encoding = PEERS[row.name](config).to(dtype)
     return model.to(settings.device)
 
 
@@ -241,115 +264,6 @@ def compile_function(settings: Settings, function: Callable) -> Callable:
 def logits(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     outputs = model(pixels)
     return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
-
-
-def has_timm() -> bool:
-    return importlib.util.find_spec("timm") is not None
-
-
-def _positions(config) -> torch.Tensor:
-    """(N, A) coordinates of all tokens of a training input. Class and register tokens at 0 are not rotated."""
-    count, placed = config.prefix
-    grid, coordinates, centre = config.train_grid, config.coordinates, placed if config.rotate_prefix else 0.0
-    return TokenPositions.from_grid(grid, grid, coordinates, count, centre).coordinates
-
-
-class PlainRotation(nn.Module):
-    """
-    Rotations of one layer as `hf_liere.reference` computes them, in float64.
-
-    Args:
-        config, parameters, layer: As for [`NaiveRotation`].
-    """
-
-    def __init__(self, config, parameters: dict[str, torch.Tensor], layer: int):
-        super().__init__()
-        heads, self.relative_axis = range(config.num_attention_heads), config.relative_axis
-        of_heads = [reference.generators(parameters, config, config.num_axes, layer, head) for head in heads]
-        self.generators, self.positions = torch.stack(of_heads, dim=1), _positions(config)  # (A, heads, D, D), (N, A)
-
-    def dense(self) -> torch.Tensor:
-        """(N, heads, head_dim, head_dim)."""
-        return reference.rotations(self.generators, self.positions, self.relative_axis).transpose(0, 1)
-
-
-class NaiveRotation(nn.Module):
-    """
-    Rotations of one layer by the papers' pseudo-code (LieRE appendix C, ComRoPE algorithm 1): `torch.matrix_exp` of
-    skew-symmetric bases times positions, summed over the axes, at every call.
-
-    Args:
-        config: Configuration with the rotary encoding.
-        parameters: Our encoding's parameters, `generators` and, for comrope_ld, `multipliers`.
-        layer: Index of the layer.
-
-    Attributes:
-        raw: (A or 1, heads, blocks, b, b); the strictly lower triangle acts.
-    """
-
-    def __init__(self, config, parameters: dict[str, torch.Tensor], layer: int):
-        super().__init__()
-        size = config.block_size
-        self.encoding, self.num_axes, self.head_dim = config.position_encoding, config.num_axes, config.head_dim
-        if self.encoding == "axial_rope":
-            planes = config.head_dim // (2 * config.num_axes)
-            frequencies = config.rope_theta ** -(torch.arange(planes, dtype=torch.float64) / planes)
-            entries = torch.block_diag(*[frequencies.unsqueeze(0)] * config.num_axes)[:, None, :, None]
-        elif self.encoding in ("liere", "rope_mixed"):
-            entries = parameters["generators"][:, layer]
-        else:
-            entries = parameters["generators"][layer].unsqueeze(0)
-        raw = entries.new_zeros(*entries.shape[:-1], size, size)
-        row, column = torch.tril_indices(size, size, offset=-1)
-        # Stored pairs i < j are in row-major order of the upper triangle.
-        order = torch.argsort(column * size + row)
-        raw[..., row[order], column[order]] = entries
-        self.raw = nn.Parameter(raw)
-        self.multipliers = (
-            nn.Parameter(parameters["multipliers"][:, layer].clone()) if "multipliers" in parameters else None
-        )
-        self.register_buffer("positions", _positions(config))
-
-    def forward(self) -> torch.Tensor:
-        """(N, heads, blocks, b, b)."""
-        lower = self.raw.tril(-1)
-        bases = lower - lower.mT
-        if self.encoding == "comrope_ld":
-            bases = bases * self.multipliers[..., None, None]
-        elif self.encoding == "comrope_ap":
-            block = torch.arange(bases.shape[2], device=bases.device)
-            serves = block % self.num_axes == torch.arange(self.num_axes, device=bases.device)[:, None]
-            bases = bases * serves[:, None, :, None, None]
-        positions = self.positions.to(bases.dtype)
-        exponents = (positions[:, :, None, None, None, None] * bases).sum(dim=1)
-        return torch.matrix_exp(exponents)
-
-    def dense(self) -> torch.Tensor:
-        """(N, heads, head_dim, head_dim); channels without a block keep the identity."""
-        blocks = self()
-        size = blocks.shape[-1]
-        matrices = torch.eye(self.head_dim, dtype=blocks.dtype, device=blocks.device)
-        matrices = matrices.repeat(*blocks.shape[:2], 1, 1)
-        for block in range(blocks.shape[2]):
-            channels = slice(block * size, (block + 1) * size)
-            matrices[..., channels, channels] = blocks[:, :, block]
-        return matrices
-
-    def rotate(self, *states: torch.Tensor) -> list[torch.Tensor]:
-        """Rotates (B, heads, N, head_dim) each: blockwise for LieRE, by whole matrices for ComRoPE, as in its paper."""
-        with torch.autocast(states[0].device.type, enabled=False):
-            rotation = self.dense() if self.encoding.startswith("comrope") else self()
-        rotation = rotation.to(states[0].dtype).transpose(0, 1)
-        rotation = rotation.expand(states[0].shape[1], *rotation.shape[1:])
-        if rotation.ndim == 4:
-            return [torch.einsum("hnij,bhnj->bhni", rotation, state) for state in states]
-        blocks, size = rotation.shape[2:4]
-        results = []
-        for state in states:
-            rotated, tail = state[..., : blocks * size].unflatten(-1, (blocks, size)), state[..., blocks * size :]
-            rotated = torch.einsum("hnmij,bhnmj->bhnmi", rotation, rotated).flatten(-2)
-            results.append(torch.cat([rotated, tail], dim=-1))
-        return results
 
 
 def naive_attention(module: nn.Module, query, key, value, attention_mask, inner: str, **kwargs):

@@ -145,7 +145,7 @@ class CaseRounds:
         addition = Addition(settings, model, self.states, keeps_rotations=quantity != "added_first")
         for _ in range(max(1, self.plan.warmup)):
             addition.seconds(1)
-        if not self.records.find(self.case, "work", row=row.name, of=quantity):
+        if row.kind != "peer" and not self.records.find(self.case, "work", row=row.name, of=quantity):
             self.record("work", row, dataclasses.asdict(needed_work(addition)), of=quantity)
         self.timers[row, quantity] = addition
 

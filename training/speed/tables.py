@@ -138,7 +138,8 @@ def limits_table(records: Records, case: Case, clock: str) -> str:
         for name in list_additions(row, case):
             found, limit = share(records, case, row, name, clock), limit_share(records, case, row, name, clock)
             cells = [row.name, TITLES[name], format_share(found)]
-            cells.append("not measured" if limit is None else f"{100 * limit:.2f}%")
+            missing = "–" if row.kind == "peer" else "not measured"
+            cells.append(missing if limit is None else f"{100 * limit:.2f}%")
             is_known = limit and found and found.is_resolved
             cells.append(f"{found.median / limit:.1f}" if is_known else "–")
             has_whole = name != "added_first"
