@@ -15,8 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_liere.hub.cards import render_card
-from hf_liere.hub.checked_facts import describe_checkpoint, facts_of_run
-from hf_liere.hub.facts import Facts
+from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.run_records import RESULTS_FILE
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.storage.targets import new_directory
@@ -41,16 +40,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         print(store_checkpoint(given))
     # Facts that contradict the run's records, a run that is not finished, and folders that are not empty.
-    except (FileExistsError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
 def store_checkpoint(given: argparse.Namespace) -> Path:
     saved, place = SavedModel(given.run), given.target.resolve()
     place = (place.relative_to(ROOT) if place.is_relative_to(ROOT) else place).as_posix()
-    facts = Facts(given.title, describe_checkpoint(saved)["encoding"], intended_use=given.intended_use)
-    facts.license, facts.notes = "apache-2.0", f"Made by `{given.made_by}`."
-    facts = facts_of_run(saved, facts, given.evaluation)
+    facts = facts_of_run(saved, evaluations=given.evaluation, title=given.title)
+    facts.license, facts.notes, facts.intended_use = "apache-2.0", f"Made by `{given.made_by}`.", given.intended_use
     # Other work on the machine changes its speed.
     facts.cost = {"parameters": facts.cost["parameters"]}
     with new_directory(given.target) as partial:

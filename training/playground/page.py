@@ -84,7 +84,7 @@ class App:
         return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=value)
 
     def trained_sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
-        """The slider at the size of the first model's training images, where it starts for every other first model."""
+        """The slider at the size of the first model's training images, for when another first model is chosen."""
         return self.sizes(first, second, source, self.checkpoints[first].image_size)
 
     def compare(
@@ -276,10 +276,9 @@ def _connect(app: App, page: gr.Blocks, controls: PictureControls, models: tuple
         [controls.puzzle_row, controls.upload],
         **private,
     )
-    sizes = {models[0]: app.trained_sizes}
-    for control in (*models, controls.source):
-        chosen = [*models, controls.source, controls.size]
-        adjusted = control.input(sizes.get(control, app.sizes), chosen, controls.size, **private)
+    first, second = models
+    for control, sizes in ((first, app.trained_sizes), (second, app.sizes), (controls.source, app.sizes)):
+        adjusted = control.input(sizes, [*models, controls.source, controls.size], controls.size, **private)
         compare_after(adjusted.then, js=SHOW_SIZE)
 
 
