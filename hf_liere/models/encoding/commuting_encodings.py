@@ -210,8 +210,10 @@ class CayleyString(EncodingInBasis):
     (I − S)(I + S)⁻¹ for a learned skew-symmetric S, which starts at zero, so that P starts at the identity. Each block
     has its S; in the paper, and by default, a block is a whole head.
 
-    We know the paper from descriptions only: it rotates by RoPE-Mixed(p) P, whose scores, qᵀ Pᵀ RoPE-Mixed(p′ − p) P k,
-    are ours with −S for S. We do not know its initial S and frequencies; our frequencies start as RoPE-Mixed's.
+    The paper rotates by RoPE(p) P (its §3.2, eq. 10), because the first factor of eq. 9, P RoPE(p) Pᵀ, cancels in the
+    scores. They are ours with −S for S. It learns S and the frequencies as we do, and counts d/2 frequencies for each
+    head of d channels; here each plane has one for every axis, so that every commuting encoding can be represented
+    (Theorem 3.4). Its body does not state the values that training starts from; our frequencies start as RoPE-Mixed's.
 
     Attributes:
         generators: (A, layers or 1, heads or 1, head_dim/2, 1), the frequencies, as those of RoPE-Mixed.
@@ -245,13 +247,14 @@ class CayleyString(EncodingInBasis):
 
 class CirculantString(EncodingInBasis):
     """
-    Circulant-STRING (arXiv 2502.02562): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant matrices
-    commute and share the discrete Fourier basis, so that nothing needs to be diagonalised: with s_k = c_k − c_(b−k),
+    Circulant-STRING (arXiv 2502.02562, eq. 11): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant
+    matrices commute and share the discrete Fourier basis, so that nothing is diagonalised: with s_k = c_k − c_(b−k),
     [A]_ij = s_((j−i) mod b), plane m of cosines and sines rotates with the frequency μ_m = 2 Σ_k s_k sin(2πmk/b), k and
     m = 1 … ⌊(b−1)/2⌋.
 
     Only the s_k act, so only they are stored. The constant vector and, for even b, the alternating one are not rotated.
-    We know the paper from descriptions only, and not its initial values: here the μ start with RoPE-Mixed's spectrum.
+    In the paper a block is a whole head, `block_size=head_dim`; the default is ours. Its body does not state the values
+    that training starts from: here the μ start with RoPE-Mixed's spectrum.
 
     Attributes:
         generators: (A, layers or 1, heads or 1, blocks, ⌊(b−1)/2⌋), the s_k; ViT-B, 2-D, b = 16: 8,064 numbers.

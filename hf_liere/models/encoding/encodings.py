@@ -126,10 +126,12 @@ class SphericalRoPE(RotaryEncoding):
     do not commute: R(p)ᵀR(q) depends on q₀ − p₀ alone in the first coordinate, but on both p₁ and q₁. The last
     head_dim mod 3 channels are not rotated.
 
-    The paper has it for images. We compared our form with another implementation, which has fixed frequencies, and not
-    with the text. Here they start at θ^(−i/K) for block i of K on both axes, as in Axial RoPE, and are learned;
-    `requires_grad_(False)` keeps them. That R_z uses the first coordinate is our choice; with `relative_axis=1` it uses
-    the second, and R_x the first. We know no published form for other numbers of axes.
+    Its §4 turns a triplet about the axis of x first and about that of y second, on images, and leaves class tokens as
+    they are; so it is here, with p = (y, x). Its frequencies are ω_d = 100^(−2d/D) on both axes, fixed or learned
+    (Table 2, appendix G). Here block i of K starts at θ^(−i/K), the same for D = 2K, and is learned;
+    `requires_grad_(False)` keeps it. Its coordinates run from −π to π over the trained image and further over larger
+    ones: `coordinates="centred_grid"` with `rotary_init_scale=2π`. With `relative_axis=1` x takes the place of y. We
+    know no published form for other numbers of axes.
 
     Attributes:
         generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.

@@ -35,10 +35,11 @@ def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, plan
     planes, has the direction of Φ⁻¹(n g⁻ᵃ mod 1), a = 1 … A: normal quantiles of the Kronecker sequence of the
     golden ratio's generalisation g, the root of g^(A+1) = g + 1, so that directions are spread evenly.
 
-    This is the author's form for any number of axes. For images he has another one, which is not here: direction n
-    = 0, 1, … has the angle nπ(√5 − 1)/2. The band depends on the coordinates: copies of his code have 0.2 … 20 where
-    images run from −1 to 1. The defaults of `min_frequency` and `max_frequency` are ours, the band of RoPE-Mixed's
-    spectrum with θ = 10, per patch: 0.4 … 4 on nine patches in those coordinates, so that our results do not judge his.
+    This is the author's form for any number of axes, as copies of his code have it. For images he has another one,
+    which is not here: direction n = 0, 1, … has the angle nπ(√5 − 1)/2. The band depends on the coordinates: copies
+    for ViTs have 0.2 … 20, a quarter of the planes unrotated, where images run from −1 to 1, which is 0.03 … 3 per
+    patch on fourteen patches. The defaults of `min_frequency` and `max_frequency` are ours, the band of RoPE-Mixed's
+    spectrum with θ = 10, so that our results do not judge his.
 
     Returns:
         (A, layers, heads, planes) in float64 on the CPU, the same in every layer.
