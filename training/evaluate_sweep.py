@@ -10,7 +10,8 @@ A sweep is a yaml file in training/sweeps, one per figure or table of the papers
 All other flags are passed to every run; `--recipe` replaces the sweep's recipe. Results are json lines in
 output_dir/<sweep>.jsonl (training/reporting/result_lines.py), which training/report.py compares with the papers'
 figures. An interrupted sweep resumes when started again, and sweeps that share models in one output directory train
-them once. `--dry_run` only lists the runs.
+them once. Processes on several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--dry_run` only lists the
+runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
 `evaluate` lists of conditions, all of whose combinations are evaluated. `report` names further tables: the `peak` over
@@ -20,6 +21,7 @@ name in output_dir; `model_name_or_path` then names folders in there. `mini` rep
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -28,17 +30,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accelerate import PartialState
 
+from hf_liere.errors import InputError
 from training.common.arguments import launched_on_cpus
 from training.common.records import remove_private
 from training.engine.runs import start
 from training.reporting.result_lines import write_results
-from training.reporting.sweeps import build_flags, combinations, read_sweep, slug, train_and_evaluate
+from training.reporting.sweeps import build_flags, combinations, read_run, read_sweep, slug, train_and_evaluate
 
 
 def main(arguments: list[str] | None = None) -> Path:
     """Runs a sweep; returns the file of its results."""
+    share = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    share.add_argument(
+        "--part", type=part_of, default=(1, 1), metavar="K/N", help="the K-th of every N runs, beside other processes"
+    )
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        parents=[share],
     )
     parser.add_argument("sweep", type=Path, help="yaml file")
     parser.add_argument("--output_dir", type=Path, required=True)
@@ -50,7 +60,9 @@ def main(arguments: list[str] | None = None) -> Path:
     # Created before a script creates it, so that the processes are connected from the start.
     if not given.dry_run:
         PartialState(cpu=launched_on_cpus())
-    return run_sweep(given, passed, given.sweep, given.output_dir, remove_private(arguments))
+    # What repeats a result does not depend on who shared the work.
+    command = remove_private(share.parse_known_args(arguments)[1])
+    return run_sweep(given, passed, given.sweep, given.output_dir, command)
 
 
 def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_dir: Path, command: list[str]) -> Path:
@@ -58,25 +70,40 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
     sweep = read_sweep(file, given.mini)
     if given.recipe and file == given.sweep:
         sweep["recipe"] = given.recipe
+    if "after" in sweep and given.part != (1, 1):
+        raise InputError(
+            f"--part: {file.name} starts from the models of {sweep['after']}, which one process trains; accepted: "
+            "without --part."
+        )
     if "after" in sweep:
         run_sweep(given, passed, file.with_name(f"{sweep['after']}.yaml"), output_dir / sweep["after"], command)
     # Every run with the conditions of its evaluations, in order.
     runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
+    part, parts = given.part
+    mine = runs[part - 1 :: parts]
     if given.dry_run:
-        for settings, conditions in runs:
+        for settings, conditions in mine:
             flags = build_flags(sweep, settings, passed, output_dir)
             print(" ".join(flags), f"  # evaluated under {len(conditions)} conditions")
         return output_dir
     results_file = output_dir / f"{file.stem}.jsonl"
-    results = []
-    for number, (settings, conditions) in enumerate(runs, 1):
+    for number, (settings, conditions) in enumerate(mine, 1):
         if PartialState().is_main_process:
-            print(f"[{number}/{len(runs)}] {slug(settings) or 'the recipe as it is'}", flush=True)
-        made = train_and_evaluate(sweep, file.stem, settings, conditions, passed, output_dir)
-        results += [{**result, "command": command} for result in made]
+            print(f"[{number}/{len(mine)}] {slug(settings) or 'the recipe as it is'}", flush=True)
+        train_and_evaluate(sweep, settings, conditions, passed, output_dir)
         if PartialState().is_main_process:
-            write_results(results_file, results)
+            finished = [result for run in runs for result in read_run(sweep, file.stem, *run, passed, output_dir)]
+            write_results(results_file, [{**result, "command": command} for result in finished])
     return results_file
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Reads K/N, the K-th of N parts."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: K/N with K from 1 to N, such as 1/2")
+    return part, parts
 
 
 if __name__ == "__main__":

@@ -236,6 +236,24 @@ def test_a_sweep_goes_on_where_it_stopped(swept, sweep_file, files, monkeypatch)
         evaluate_sweep.main([*command, "--weight_decay", "0.5"])
 
 
+def test_two_processes_share_a_sweep(swept, sweep_file, files, tmp_path):
+    """The last to finish leaves the file that one process would have left, whichever runs were its own."""
+    command = [str(sweep_file), "--mini", "--output_dir", str(tmp_path), *files, *TINY_RUN]
+    folders = sorted(path.name for path in swept.parent.iterdir() if path.is_dir())
+    for part, trained in ((2, 2), (1, 4)):
+        path = evaluate_sweep.main([*command, "--part", f"{part}/2"])
+        assert len(result_lines.read_results(path)) == 3 * trained
+        assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == trained
+    assert sorted(folder.name for folder in tmp_path.iterdir() if folder.is_dir()) == folders
+    results = [[json.loads(line) for line in file.read_text().splitlines()] for file in (swept, path)]
+    for key in ("settings", "condition", "flags", "correct", "losses"):
+        assert [line[key] for line in results[0]] == [line[key] for line in results[1]], key
+    assert not any("--part" in line["command"] for line in results[1])
+    for wrong in ("3/2", "0/2", "half"):
+        with pytest.raises(SystemExit):
+            evaluate_sweep.main([*command, "--part", wrong])
+
+
 def test_models_of_a_sweep_are_inspected_side_by_side(tiny, tmp_path):
     """The deviations of what was saved (ComRoPE Table 8), and a picture for each size."""
     deviations = {}
@@ -285,6 +303,8 @@ def test_a_sweep_trains_the_models_that_it_starts_from(files, tmp_path):
     (after,) = map(json.loads, (tmp_path / "out" / "second.jsonl").read_text().splitlines())
     assert after["metrics"]["eval_loss"] == before["metrics"]["eval_loss"]
     assert after["run"]["training"]["learning_rate"] == 0 < before["run"]["training"]["learning_rate"]
+    with pytest.raises(InputError, match="--part: second.yaml starts from the models of first, .*accepted: without"):
+        evaluate_sweep.main([str(second), "--output_dir", str(tmp_path / "out"), *files, *flags, "--part", "1/2"])
 
 
 def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
@@ -299,6 +319,10 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
         (
             {"script": "image_classification", "recipe": "y", "train": [], "compare": [{"rows": []}]},
             "compare {'rows': .*accepted: against or against_condition, with others of rows",
+        ),
+        (
+            {"script": "image_classification", "recipe": "y", "after": "x", "train": [[{"seed": 0}]]},
+            "train {'seed': 0} after x; accepted: rows with the model_name_or_path",
         ),
     ):
         (tmp_path / "bad.yaml").write_text(yaml.safe_dump(content, sort_keys=False))

@@ -33,6 +33,8 @@ SCRIPTS = (
 )
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "after", "mini")
 COMPARE_KEYS = ("against", "against_condition", "rows", "beside", "under", "metric", "within")
+# The Trainer's name.
+METRICS_FILE = "eval_results.json"
 # Additional tables in the reports of some sweeps.
 REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
 
@@ -61,13 +63,23 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     unknown = set(sweep.get("report", [])) - set(REPORT_TABLES)
     if unknown:
         raise InputError(f"{path.name}: report {', '.join(unknown)}; accepted: {', '.join(REPORT_TABLES)}.")
+    _check_rows(path.name, sweep)
+    return sweep
+
+
+def _check_rows(name: str, sweep: dict[str, Any]) -> None:
     for entry in sweep.get("compare", []):
         if not isinstance(entry, dict) or set(entry) - set(COMPARE_KEYS) or not {*entry} & {*COMPARE_KEYS[:2]}:
             raise InputError(
-                f"{path.name}: compare {entry}; accepted: {' or '.join(COMPARE_KEYS[:2])}, with others of "
+                f"{name}: compare {entry}; accepted: {' or '.join(COMPARE_KEYS[:2])}, with others of "
                 f"{', '.join(COMPARE_KEYS[2:])}."
             )
-    return sweep
+    for row in combinations(sweep["train"]) if "after" in sweep else ():
+        if "model_name_or_path" not in row:
+            raise InputError(
+                f"{name}: train {row} after {sweep['after']}; accepted: rows with the model_name_or_path of one of its "
+                "folders."
+            )
 
 
 def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -82,29 +94,52 @@ def slug(settings: dict[str, Any]) -> str:
 
 def train_and_evaluate(
     sweep: dict[str, Any],
+    settings: dict[str, Any],
+    conditions: list[dict[str, Any]],
+    passed: list[str],
+    output_dir: Path,
+) -> None:
+    """Trains one model and evaluates it under all conditions, unless that is done.
+
+    Raises:
+        InputError: if the model's folder contains another run.
+    """
+    script = _script(sweep)
+    folder = _run_folder(output_dir, settings)
+    flags = build_flags(sweep, settings, passed, output_dir)
+    go_on = _remaining_flags(folder, flags)
+    if go_on is not None:
+        script.main([*flags, "--output_dir", str(folder), *go_on])
+    if (_model_folder(folder) / RESOLUTIONS_FILE).is_file():
+        return
+    for condition in filter(None, conditions):
+        place = _condition_folder(folder, condition)
+        changed = to_flags({**condition, "do_train": False}, script.ARGUMENT_CLASSES)
+        evaluation = [*flags, *changed, "--output_dir", str(place)]
+        go_on = _remaining_flags(place, evaluation)
+        if go_on is not None:
+            script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
+
+
+def read_run(
+    sweep: dict[str, Any],
     name: str,
     settings: dict[str, Any],
     conditions: list[dict[str, Any]],
     passed: list[str],
     output_dir: Path,
 ) -> list[dict[str, Any]]:
-    """Trains one model, unless that is done, and evaluates it; returns one result per condition.
-
-    Raises:
-        InputError: if the model's folder contains another run.
-    """
-    script = _script(sweep)
-    folder = output_dir / (slug(settings) or "recipe")
-    flags = build_flags(sweep, settings, passed, output_dir)
-    go_on = _remaining_flags(folder, flags)
-    if go_on is not None:
-        script.main([*flags, "--output_dir", str(folder), *go_on])
+    """The results of one run, one per condition; none before it has finished, or if the folder is another run's."""
+    folder = _run_folder(output_dir, settings)
+    flags = remove_private(build_flags(sweep, settings, passed, output_dir))
+    if _read(folder / FLAGS_FILE).get("flags") != flags:
+        return []
     model = _model_folder(folder)
     shared = {
         "sweep": name,
         "script": sweep["script"],
         "settings": settings,
-        "flags": remove_private(flags),
+        "flags": flags,
         "run": _read(model / CONFIG_FILE),
         "train_metrics": _read(model / "train_results.json"),
         "history": _history(model),
@@ -112,16 +147,11 @@ def train_and_evaluate(
     }
     if (model / RESOLUTIONS_FILE).is_file():
         return [{**shared, **evaluated} for evaluated in _read_sizes(model, shared["run"])]
+    places = [_condition_folder(folder, condition) for condition in conditions]
+    if not all((_model_folder(place) / METRICS_FILE).is_file() for place in places):
+        return []
     results = []
-    for condition in conditions:
-        place = folder
-        if condition:
-            place = folder / "conditions" / slug(condition)
-            changed = to_flags({**condition, "do_train": False}, script.ARGUMENT_CLASSES)
-            evaluation = [*flags, *changed, "--output_dir", str(place)]
-            go_on = _remaining_flags(place, evaluation)
-            if go_on is not None:
-                script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
+    for condition, place in zip(conditions, places, strict=True):
         evaluated = _read_evaluation(place, _reports_losses(sweep))
         further = _split_lengths(condition, evaluated["metrics"], place)
         results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
@@ -159,7 +189,7 @@ def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
             "another --output_dir."
         )
     model = _model_folder(folder)
-    finished = any((model / name).is_file() for name in ("eval_results.json", RESOLUTIONS_FILE))
+    finished = any((model / name).is_file() for name in (METRICS_FILE, RESOLUTIONS_FILE))
     interrupted = last_complete_checkpoint(model) is not None
     PartialState().wait_for_everyone()
     if finished:
@@ -170,6 +200,14 @@ def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
         return ["--resume_from_checkpoint", "last"]
     # A run that ended before its first checkpoint has records but cannot be resumed.
     return ["--overwrite_output_dir"] if is_ours else []
+
+
+def _run_folder(output_dir: Path, settings: dict[str, Any]) -> Path:
+    return output_dir / (slug(settings) or "recipe")
+
+
+def _condition_folder(folder: Path, condition: dict[str, Any]) -> Path:
+    return folder / "conditions" / slug(condition) if condition else folder
 
 
 def _model_folder(folder: Path) -> Path:
@@ -218,7 +256,7 @@ def _history(folder: Path) -> list[list[float]]:
 
 
 def _read_evaluation(folder: Path, with_losses: bool) -> dict[str, Any]:
-    evaluated = {"metrics": _read(folder / "eval_results.json"), "examples": None, "correct": None}
+    evaluated = {"metrics": _read(folder / METRICS_FILE), "examples": None, "correct": None}
     found = _read_examples(folder)
     # Those of samples and documents are few, and perplexities are compared by them.
     return evaluated | {
