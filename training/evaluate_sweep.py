@@ -10,8 +10,9 @@ A sweep is a yaml file in training/sweeps, one per figure or table of the papers
 All other flags are passed to every run; `--recipe` replaces the sweep's recipe. Results are json lines in
 output_dir/<sweep>.jsonl (training/reporting/result_lines.py), which training/report.py compares with the papers'
 figures. An interrupted sweep resumes when started again, and sweeps that share models in one output directory train
-them once. Processes on several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--dry_run` only lists the
-runs.
+them once. Processes on several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--stored` names results of
+this sweep, such as those in training/results, whose runs are not repeated: only seeds and settings that they lack are
+trained. `--dry_run` only lists the runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
 `evaluate` lists of conditions, all of whose combinations are evaluated. `report` names further tables: the `peak` over
@@ -34,8 +35,16 @@ from hf_liere.errors import InputError
 from training.common.arguments import launched_on_cpus
 from training.common.records import remove_private
 from training.engine.runs import start
-from training.reporting.result_lines import write_results
-from training.reporting.sweeps import build_flags, combinations, read_run, read_sweep, slug, train_and_evaluate
+from training.reporting.result_lines import read_results, write_results
+from training.reporting.sweeps import (
+    build_flags,
+    combinations,
+    pick_stored,
+    read_run,
+    read_sweep,
+    slug,
+    train_and_evaluate,
+)
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -44,6 +53,7 @@ def main(arguments: list[str] | None = None) -> Path:
     share.add_argument(
         "--part", type=part_of, default=(1, 1), metavar="K/N", help="the K-th of every N runs, beside other processes"
     )
+    share.add_argument("--stored", type=Path, metavar="FILE", help="json lines of this sweep, whose runs are finished")
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -60,7 +70,7 @@ def main(arguments: list[str] | None = None) -> Path:
     # Created before a script creates it, so that the processes are connected from the start.
     if not given.dry_run:
         PartialState(cpu=launched_on_cpus())
-    # What repeats a result does not depend on who shared the work.
+    # What repeats a result does not depend on who shared the work, and when.
     command = remove_private(share.parse_known_args(arguments)[1])
     return run_sweep(given, passed, given.sweep, given.output_dir, command)
 
@@ -79,8 +89,10 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
         run_sweep(given, passed, file.with_name(f"{sweep['after']}.yaml"), output_dir / sweep["after"], command)
     # Every run with the conditions of its evaluations, in order.
     runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
+    lines = read_results(given.stored) if given.stored and file == given.sweep else []
+    stored = [pick_stored(lines, sweep, *run, passed, output_dir) for run in runs]
     part, parts = given.part
-    mine = runs[part - 1 :: parts]
+    mine = [run for run, finished in zip(runs, stored) if not finished][part - 1 :: parts]
     if given.dry_run:
         for settings, conditions in mine:
             flags = build_flags(sweep, settings, passed, output_dir)
@@ -92,8 +104,10 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
             print(f"[{number}/{len(mine)}] {slug(settings) or 'the recipe as it is'}", flush=True)
         train_and_evaluate(sweep, settings, conditions, passed, output_dir)
         if PartialState().is_main_process:
-            finished = [result for run in runs for result in read_run(sweep, file.stem, *run, passed, output_dir)]
-            write_results(results_file, [{**result, "command": command} for result in finished])
+            results = []
+            for run, finished in zip(runs, stored):
+                results += finished or read_run(sweep, file.stem, *run, passed, output_dir)
+            write_results(results_file, [{**result, "command": command} for result in results])
     return results_file
 
 

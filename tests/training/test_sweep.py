@@ -254,6 +254,24 @@ def test_two_processes_share_a_sweep(swept, sweep_file, files, tmp_path):
             evaluate_sweep.main([*command, "--part", wrong])
 
 
+def test_a_sweep_trains_only_what_stored_results_lack(swept, sweep_file, files, tmp_path):
+    lines = result_lines.read_results(swept)
+    stored, folder = tmp_path / "stored.jsonl", tmp_path / "new"
+    # A model without its last condition is not finished.
+    result_lines.write_results(stored, [*lines[3:6], *lines[:3], *lines[6:-1]], as_changes=True)
+    command = [str(sweep_file), "--mini", *files, *TINY_RUN, "--stored", str(stored)]
+    path = evaluate_sweep.main([*command, "--output_dir", str(folder)])
+    (trained,) = (place.name for place in folder.iterdir() if place.is_dir())
+    assert trained == "position_encoding=liere,block_size=4,seed=1"
+    merged = result_lines.read_results(path)
+    for key in ("settings", "condition", "flags", "correct", "losses"):
+        assert [line[key] for line in merged] == [line[key] for line in lines], key
+    assert not any("--stored" in line["command"] for line in merged)
+    # Other flags make other models.
+    other = [*command, "--weight_decay", "0.5", "--output_dir", str(tmp_path / "other"), "--dry_run"]
+    assert evaluate_sweep.main(other) and not (tmp_path / "other").exists()
+
+
 def test_models_of_a_sweep_are_inspected_side_by_side(tiny, tmp_path):
     """The deviations of what was saved (ComRoPE Table 8), and a picture for each size."""
     deviations = {}

@@ -137,17 +137,21 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
     processes = first["environment"].get("world_size", 1)
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
-    libraries = first["environment"].get("libraries", {})
     parts = [
         f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels",
         *common,
         f"{_count(num_epochs(first), 'epoch')} of {round(train_examples(first)):,} examples in batches of {batch}",
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
         f"evaluated on {first['metrics']['eval_samples']:,} examples",
-        f"{first['environment'].get('accelerator') or first['environment'].get('device', '')}, "
-        f"torch {libraries.get('torch')}, transformers {libraries.get('transformers')}",
+        " or ".join(dict.fromkeys(_machine(result["environment"]) for result in results)),
     ]
     return f"Ours: {'; '.join(parts)}.{_reach_of_examples(table)}"
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    libraries = environment.get("libraries", {})
+    device = environment.get("accelerator") or environment.get("device", "")
+    return f"{device}, torch {libraries.get('torch')}, transformers {libraries.get('transformers')}"
 
 
 def _reach_of_examples(table: Table) -> str:

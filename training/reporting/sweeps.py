@@ -158,6 +158,23 @@ def read_run(
     return results
 
 
+def pick_stored(
+    lines: list[dict[str, Any]],
+    sweep: dict[str, Any],
+    settings: dict[str, Any],
+    conditions: list[dict[str, Any]],
+    passed: list[str],
+    output_dir: Path,
+) -> list[dict[str, Any]]:
+    """The results of one run among stored `lines`, one per condition; none unless all are there, of the same flags."""
+    flags = remove_private(build_flags(sweep, settings, passed, output_dir))
+    found = [
+        next((line for line in lines if line["flags"] == flags and line["condition"] == condition), None)
+        for condition in conditions
+    ]
+    return [line for line in found if line is not None] if all(found) else []
+
+
 def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str], output_dir: Path) -> list[str]:
     """Flags of one run, which starts from a model of the sweep before, if any, in its folder of `output_dir`."""
     if "after" in sweep:
