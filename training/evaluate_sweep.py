@@ -15,10 +15,11 @@ this sweep, such as those in training/results, whose runs are not repeated: only
 trained. `--dry_run` only lists the runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
-`evaluate` lists of conditions, all of whose combinations are evaluated. `report` names further tables: the `peak` over
-the epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `compare`, `chance` and
-`solved_at` say what the report tests (training/README.md). `after` names a sweep that is run first, in a folder of that
-name in output_dir; `model_name_or_path` then names folders in there. `mini` replaces any of these for a small computer.
+`evaluate` lists of conditions, all of whose combinations are evaluated; a condition with `rows` only for models with
+some of these settings. `report` names further tables: the `peak` over the epochs, `losses`, COCO's average
+`precisions`, and the `balanced` accuracy of two classes. `compare`, `chance` and `solved_at` say what the report tests
+(training/README.md). `after` names a sweep that is run first, in a folder of that name in output_dir;
+`model_name_or_path` then names folders in there. `mini` replaces any of these for a small computer.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from training.reporting.result_lines import read_results, write_results
 from training.reporting.sweeps import (
     build_flags,
     combinations,
+    conditions_of,
     pick_stored,
     read_run,
     read_sweep,
@@ -88,7 +90,7 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
     if "after" in sweep:
         run_sweep(given, passed, file.with_name(f"{sweep['after']}.yaml"), output_dir / sweep["after"], command)
     # Every run with the conditions of its evaluations, in order.
-    runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
+    runs = [(settings, conditions_of(sweep, settings)) for settings in combinations(sweep["train"])]
     lines = read_results(given.stored) if given.stored and file == given.sweep else []
     stored = [pick_stored(lines, sweep, *run, passed, output_dir) for run in runs]
     part, parts = given.part

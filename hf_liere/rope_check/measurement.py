@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..models.patched.coordinate_probe import TOKENS, frequency_buffers
-from ..models.patched.module_inspection import forward_arguments
+from ..models.patched.module_inspection import CACHES, cache_name, forward_arguments
 from .diagnosis import Diagnosis, Evidence, diagnose
 from .reading import CALL_ERRORS, CosSin, FoundRotation
 from .rotation import choose_positions
@@ -155,8 +155,9 @@ def find_cache_faults(model: PreTrainedModel) -> list[str]:
         with torch.no_grad():
             full = model(input_ids=tokens, use_cache=False).logits[:, -1].float()  # (1, vocabulary)
             wanted = dict(rotations)
-            cache = model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
-            cached = model(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1].float()
+            first = model(input_ids=tokens[:, :-1], use_cache=True)
+            name = cache_name(first) or CACHES[0]
+            cached = model(input_ids=tokens[:, -1:], use_cache=True, **{name: first[name]}).logits[:, -1].float()
     except CALL_ERRORS as error:
         return [f"a pass with a cache fails: {str(error).splitlines()[0]}"]
     finally:

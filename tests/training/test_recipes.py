@@ -25,7 +25,7 @@ from training.common.arguments import InputError, architecture_fields
 from training.common.command_line import parse_arguments, to_flags
 from training.data.augmentation import IGNORED_LABEL
 from training.detection import detectors
-from training.engine.model_setup import resolve_config, resolve_image_size
+from training.engine.model_setup import SIZE_FIELDS, resolve_config, resolve_image_size
 from training.engine.trainer import ClassificationTrainer
 from training.reporting import sweeps
 
@@ -347,8 +347,8 @@ def test_small_recipes_run_to_their_results(name, run_mini):
 
 @pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_sweeps_name_models_that_exist(path, mini):
-    """Every combination of settings makes a model, and every condition is one that the script accepts."""
+def test_sweeps_name_models_that_exist(path, mini, tmp_path):
+    """Every combination of settings makes a model, and every condition is one that the script accepts for it."""
     sweep = sweeps.read_sweep(path, mini)
     classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
     # Seeds differ in nothing that is read here.
@@ -361,10 +361,15 @@ def test_sweeps_name_models_that_exist(path, mini):
                 given = {key: None if value == "None" else value for key, value in patch_args.items()}
                 assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
             continue
-        for condition in sweeps.combinations(sweep.get("evaluate", [])):
-            model_args = parse_arguments([*flags, *to_flags(condition, classes)], classes)[0]
-            config = model_args.config_class(**model_args.architecture())
-            assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
+        model_args = parse_arguments(flags, classes)[0]
+        config = model_args.config_class(**model_args.architecture())
+        assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
+        for condition in sweeps.conditions_of(sweep, settings):
+            changed = parse_arguments([*flags, *to_flags(condition, classes)], classes)[0]
+            if set(condition) & set(vars(config)) - set(SIZE_FIELDS):
+                config.save_pretrained(tmp_path)
+                changed.model_name_or_path = str(tmp_path)
+                assert resolve_config(changed).coordinates == condition["coordinates"]
 
 
 def test_every_sweep_has_results_of_its_small_version_or_a_reason():

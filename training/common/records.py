@@ -44,9 +44,12 @@ def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically: after an interruption it has its old content."""
+    """
+    Writes a file atomically: after an interruption it has its old content. Several processes may write it, each with a
+    part of its own; the last one to finish wins.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f"{path.name}.part")
+    written = path.with_name(f"{path.name}.{os.getpid()}.part")
     written.write_text(text, encoding="utf-8")
     os.replace(written, path)
 

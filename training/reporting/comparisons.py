@@ -25,6 +25,7 @@ from training.reporting.significance import (
     holm,
     share,
 )
+from training.reporting.sweeps import is_one_of
 
 
 # A row and a condition.
@@ -151,7 +152,7 @@ def row_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Plac
     under = [condition(one) for one in entry["under"]] if "under" in entry else columns_of(table)
     pairs = pair({row: _with_coordinates(settings) for row, settings in given.items()}, entry["against"], ignored)
     for row, base in pairs.items():
-        if _is_selected(given[row], entry):
+        if is_one_of(given[row], entry):
             yield from (((row, column), (base, column)) for column in under)
 
 
@@ -163,13 +164,8 @@ def condition_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place
         {column: dict.fromkeys(against) | conditions for column, conditions in given.items()}, against, {*SEEDS}
     )
     for row, cells in table.items():
-        if _is_selected(next(iter(cells.values())).results[0]["settings"], entry):
+        if is_one_of(next(iter(cells.values())).results[0]["settings"], entry):
             yield from (((row, column), (row, base)) for column, base in pairs.items())
-
-
-def _is_selected(settings: dict[str, Any], entry: dict[str, Any]) -> bool:
-    """Whether a row with these settings is one of the `rows`, by default all."""
-    return any(wanted.items() <= settings.items() for wanted in entry.get("rows", [{}]))
 
 
 def pair(given: dict[str, dict[str, Any]], against: dict[str, Any], ignored: set[str]) -> dict[str, str]:

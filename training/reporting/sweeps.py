@@ -32,7 +32,9 @@ SCRIPTS = (
     *("clip_finetuning", "language_modeling"),
 )
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "after", "mini")
-COMPARE_KEYS = ("against", "against_condition", "rows", "beside", "under", "metric", "within")
+# Settings of the models that a comparison or a condition applies to.
+ROWS = "rows"
+COMPARE_KEYS = ("against", "against_condition", ROWS, "beside", "under", "metric", "within")
 # The Trainer's name.
 METRICS_FILE = "eval_results.json"
 # Additional tables in the reports of some sweeps.
@@ -85,6 +87,20 @@ def _check_rows(name: str, sweep: dict[str, Any]) -> None:
 def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """All combinations of one entry of every list, each as one dictionary."""
     return [{key: value for entry in choice for key, value in entry.items()} for choice in itertools.product(*axes)]
+
+
+def conditions_of(sweep: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The conditions that a model with these settings is evaluated under, all without `rows` or with some of its."""
+    axes = [
+        [{name: value for name, value in entry.items() if name != ROWS} for entry in axis if is_one_of(settings, entry)]
+        for axis in sweep.get("evaluate", [])
+    ]
+    return combinations(axes)
+
+
+def is_one_of(settings: dict[str, Any], entry: dict[str, Any]) -> bool:
+    """Whether a comparison or a condition applies to a model: it names no `rows`, or some with these settings."""
+    return any(wanted.items() <= settings.items() for wanted in entry.get(ROWS, [{}]))
 
 
 def slug(settings: dict[str, Any]) -> str:

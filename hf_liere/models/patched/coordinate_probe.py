@@ -15,7 +15,7 @@ from .module_inspection import forward_arguments, takes
 
 # sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
 UNIT = 2.0**-60
-# The buffer with the α of LeRoPE, whose planes rotate with ω exp(α).
+# The α of LeRoPE, whose planes rotate with ω exp(α): a parameter, and before transformers 5.24 a buffer.
 LOG_FACTORS = "alpha"
 TOKENS = 7
 
@@ -77,7 +77,7 @@ def replace_frequencies(
     for name in ("forward", "_hf_hook", "_old_forward"):
         state.pop(name, None)
     state["_parameters"], state["_modules"] = {}, {}
-    shapes = {name: buffer.shape for name, buffer in rope._buffers.items() if buffer is not None}
+    shapes = {name: values.shape for name, values in _values(rope).items()}
     blank = {name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
     state["_buffers"] = {name: value(values) for name, values in blank.items() if name.endswith("inv_freq")}
     if LOG_FACTORS in blank:
@@ -113,9 +113,15 @@ def frequency_buffers(module: nn.Module) -> list[str]:
 
 def read_frequencies(rope: nn.Module, buffer: str, device: torch.device | None = None) -> torch.Tensor:
     """The frequencies of a rotary module, as it computes them: in float32, or float64."""
-    found = [rope._buffers[name] for name in (buffer, LOG_FACTORS) if rope._buffers.get(name) is not None]
+    given = _values(rope)
+    found = [given[name] for name in (buffer, LOG_FACTORS) if name in given]
     values, *alpha = (x.to(device=device, dtype=torch.promote_types(x.dtype, torch.float32)) for x in found)
     return values * alpha[0].exp() if alpha else values
+
+
+def _values(rope: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers and parameters of a rotary module."""
+    return {name: value for name, value in {**rope._buffers, **rope._parameters}.items() if value is not None}
 
 
 def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:

@@ -1,11 +1,16 @@
 """Facts about attention modules of any model: their arguments, projections, heads and devices."""
 
 import inspect
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+
+
+# Names of the cache of keys and values: from transformers 5.24 on, and before.
+CACHES = ("cache", "past_key_values")
 
 
 class View:
@@ -31,6 +36,11 @@ def forward_arguments(module: nn.Module) -> dict[str, inspect.Parameter]:
 
 def takes(module: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(type(module).forward).parameters
+
+
+def cache_name(names: Iterable[str]) -> str | None:
+    """That of keys and values of earlier tokens among the names of arguments or outputs, if any."""
+    return next((name for name in CACHES if name in names), None)
 
 
 def is_rotation(argument: str) -> bool:

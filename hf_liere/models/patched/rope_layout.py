@@ -25,7 +25,7 @@ from .coordinate_probe import (
     replace_frequencies,
     split_cos_sin,
 )
-from .module_inspection import find_indexers, forward_code, names_in_forward, takes
+from .module_inspection import cache_name, find_indexers, forward_arguments, forward_code, names_in_forward, takes
 from .tower_patch import AttentionTower
 
 
@@ -219,7 +219,7 @@ def _refuse_common_weights(
     first_with: dict[nn.Parameter, tuple[str, str]] = {}
     for owner, attentions in served.items():
         for name in attentions:
-            for parameter in modules[name].parameters() if takes(modules[name], "past_key_values") else ():
+            for parameter in modules[name].parameters() if cache_name(forward_arguments(modules[name])) else ():
                 other_owner, other = first_with.setdefault(parameter, (owner, name))
                 if other_owner != owner and (other_owner in chosen or owner in chosen):
                     raise ValueError(
