@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from checkout import ROOT
 from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
 from PIL import Image
@@ -270,6 +273,29 @@ def test_a_sweep_trains_only_what_stored_results_lack(swept, sweep_file, files, 
     # Other flags make other models.
     other = [*command, "--weight_decay", "0.5", "--output_dir", str(tmp_path / "other"), "--dry_run"]
     assert evaluate_sweep.main(other) and not (tmp_path / "other").exists()
+
+
+def test_processes_that_finish_at_once_leave_a_whole_file(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from training.common.records import write_text\n"
+        "for _ in range(500): write_text(Path(sys.argv[1]), sys.argv[2] * 1000)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "results.jsonl")]
+    writers = [subprocess.Popen([*command, letter], cwd=ROOT) for letter in "ab"]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+    assert (tmp_path / "results.jsonl").read_text() in ("a" * 1000, "b" * 1000)
+
+
+def test_conditions_may_name_the_models_they_apply_to():
+    fixed = {"coordinates": "fixed_grid"}
+    axes = [[{}, {**fixed, "rows": [{"coordinates": "train_grid"}]}], [{}, {"image_size": 64}]]
+    sizes = [{}, {"image_size": 64}]
+    for coordinates, wanted in (
+        ("train_grid", [*sizes, *({**fixed, **size} for size in sizes)]),
+        ("centred_grid", sizes),
+    ):
+        assert sweeps.conditions_of({"evaluate": axes}, {"seed": 1, "coordinates": coordinates}) == wanted
 
 
 def test_models_of_a_sweep_are_inspected_side_by_side(tiny, tmp_path):
