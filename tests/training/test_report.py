@@ -569,6 +569,25 @@ def test_draws_of_an_offset_are_random_and_told(results):
     assert found.made[0].resolved
 
 
+def test_conditions_are_compared_unless_they_are_one_evaluation():
+    generator = np.random.default_rng(0)
+    entries = []
+    for seed in range(5):
+        right = {size: generator.random(200) for size in (32, 64)}
+        for size, gained in ((32, 0.0), (64, 0.3)):
+            for coordinates in ("train_grid", "fixed_grid"):
+                condition = {"coordinates": coordinates, "image_size": size}
+                share = 0.5 + gained * (coordinates == "fixed_grid")
+                entries.append(line("liere", seed, right[size] < share, condition))
+    table = result_table.arrange(entries)
+    sweep = {"compare": [{"against_condition": {"coordinates": "train_grid"}}]}
+    found = comparisons.make_comparisons(sweep, table)
+    assert (found.named, found.distinct, found.resolved) == (1, 1, 1)
+    said = comparisons.conclude(found, table)
+    under, against = (f"coordinates {name}, image_size 64" for name in ("fixed_grid", "train_grid"))
+    assert said.startswith(f"Under {under}, against {against} (in points): better: LieRE8 +"), said
+
+
 @pytest.mark.parametrize(
     "against, settings, expected, beside",
     [

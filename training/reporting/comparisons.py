@@ -122,6 +122,9 @@ def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
             base, other = table[base_row].get(base_column), table[row].get(column)
             if base is None or other is None or is_at_chance(base, chance):
                 continue
+            if by_condition and np.array_equal(base.outcomes.values, other.outcomes.values):
+                # One evaluation under two names.
+                continue
             found.named += 1
             base, other = (Cell(cell.results, metric) for cell in (base, other))
             against = base_column if by_condition else base_row
@@ -364,7 +367,8 @@ def conclude(found: Comparisons, table: Table) -> str:
     groups: dict[tuple, list[Comparison]] = defaultdict(list)
     for one in found.made:
         groups[one.against, one.question].append(one)
-    parts = [_verdicts(some, some[0].cell(table)) for some in groups.values()]
+    columns = columns_of(table)
+    parts = [_verdicts(some, some[0].cell(table), some[0].against in columns) for some in groups.values()]
     seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
     if not found.made:
         if seeds[0] < found.fewest_seeds:
@@ -387,7 +391,7 @@ TITLES = {
 }
 
 
-def _verdicts(some: list[Comparison], cell: Cell) -> str:
+def _verdicts(some: list[Comparison], cell: Cell, of_conditions: bool) -> str:
     """The rows that differ, by direction and size, and those that no test tells apart."""
     lower = cell.metric() in LOWER_IS_BETTER or some[0].kind == "examples"
     verdicts: dict[str, list[str]] = {"better": [], "worse": [], "not resolved": []}
@@ -399,10 +403,15 @@ def _verdicts(some: list[Comparison], cell: Cell) -> str:
     if some[0].kind == "equal":
         verdicts = {"yes": [*verdicts["better"], *verdicts["worse"]], "not shown": verdicts["not resolved"]}
     said = "; ".join(f"{name}: {', '.join(rows)}" for name, rows in verdicts.items() if rows)
-    unit = ", in points" if some[0].kind in ("mean", "equal") and cell.metric() == "eval_accuracy" else ""
+    unit = "in points" if some[0].kind in ("mean", "equal") and cell.metric() == "eval_accuracy" else ""
     margin = None if some[0].margin is None else _margin(some[0].margin, cell)
-    title = TITLES[some[0].kind].format(in_prose(some[0].against), margin=margin)
-    return f"{title} ({some[0].column}{_of(some[0].metric)}{unit}): {said}."
+    against = some[0].against if of_conditions else in_prose(some[0].against)
+    title = TITLES[some[0].kind].format(against, margin=margin)
+    column = f"{some[0].column}{_of(some[0].metric)}"
+    if of_conditions:
+        title, column = f"Under {column}, {title[0].lower()}{title[1:]}", ""
+    about = ", ".join(filter(None, (column, unit)))
+    return f"{title}{f' ({about})' if about else ''}: {said}."
 
 
 def in_prose(row: str) -> str:
