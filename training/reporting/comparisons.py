@@ -37,8 +37,8 @@ OF_ENCODING = (
 )
 # The folder of the weights may contain the seed.
 NEVER_COMPARED = ("model_name_or_path",)
-# Names in a sentence before the others are only counted.
-MOST_LISTED = 4
+# Names in a sentence before the others are only counted, and those of rows that no test tells apart.
+MOST_LISTED, MOST_UNRESOLVED = 4, 2
 # Standard errors that an accuracy exceeds chance by, unless the model is at chance.
 ABOVE_CHANCE = 3
 
@@ -392,7 +392,7 @@ TITLES = {
 
 
 def _verdicts(some: list[Comparison], cell: Cell, of_conditions: bool) -> str:
-    """The rows that differ, by direction and size, and those that no test tells apart."""
+    """The rows that differ, by direction and size, and those that no test tells apart, counted if they are many."""
     lower = cell.metric() in LOWER_IS_BETTER or some[0].kind == "examples"
     verdicts: dict[str, list[str]] = {"better": [], "worse": [], "not resolved": []}
     for one in sorted(some, key=lambda one: one.test.difference.mean, reverse=not lower):
@@ -402,6 +402,9 @@ def _verdicts(some: list[Comparison], cell: Cell, of_conditions: bool) -> str:
         verdicts[name].append(row if name == "not resolved" else f"{row} {difference(one, cell)}")
     if some[0].kind == "equal":
         verdicts = {"yes": [*verdicts["better"], *verdicts["worse"]], "not shown": verdicts["not resolved"]}
+    for name in ("not resolved", "not shown"):
+        if len(rows := verdicts.get(name, [])) > MOST_UNRESOLVED:
+            verdicts[name] = [f"{len(rows)} {'others' if len(rows) < len(some) else 'rows'}"]
     said = "; ".join(f"{name}: {', '.join(rows)}" for name, rows in verdicts.items() if rows)
     unit = "in points" if some[0].kind in ("mean", "equal") and cell.metric() == "eval_accuracy" else ""
     margin = None if some[0].margin is None else _margin(some[0].margin, cell)
