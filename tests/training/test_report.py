@@ -386,6 +386,18 @@ def test_margins_of_one_pair_are_separate_tests():
     assert "Equal within ±10.0 to Absolute (as trained, in points): yes: LieRE8 " in said
 
 
+def test_many_rows_that_no_test_tells_apart_are_counted():
+    settings = [{"position_encoding": name} for name in ("absolute", "liere", "rope_mixed", "comrope_ap", "comrope_ld")]
+    sweep = {"compare": [{"against": {"position_encoding": "absolute"}}]}
+    for shares, said in (
+        ((0.5, 0.9, 0.5, 0.5, 0.5), "not resolved: 3 others."),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), "Against Absolute (as trained, in points): not resolved: 4 rows."),
+        ((0.5, 0.9, 0.9, 0.9, 0.5), "not resolved: ComRoPE-LD."),
+    ):
+        table = cells_of("encodings", settings, shares, 5)
+        assert comparisons.conclude(comparisons.make_comparisons(sweep, table), table).endswith(said)
+
+
 def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
     """All answers of all models are right in the end: one model is as slow as the baseline, and one is faster."""
     slow, fast = [[0.5, 0.4], [1.0, 0.95]], [[0.5, 0.95], [1.0, 0.96]]
