@@ -600,6 +600,22 @@ def test_conditions_are_compared_unless_they_are_one_evaluation():
     assert said.startswith(f"Under {under}, against {against} (in points): better: LieRE8 +"), said
 
 
+def test_examples_are_paired_with_the_evaluation_without_an_offset():
+    """A model that an offset does not change has no error; one that loses the same examples in all draws neither."""
+    generator = np.random.default_rng(0)
+    right = generator.random((5, 1, 300)) < 0.7
+    first, moved = Outcomes(right), np.repeat(right, 5, axis=1)
+    test = compare(first, Outcomes(moved), same_models=True)
+    assert (test.difference.low, test.difference.high, test.p_value) == (0, 0, 1)
+    moved[:, :, :30] = False
+    lost = right[:, 0, :30].sum(axis=1) / 300
+    test = compare(first, Outcomes(moved), same_models=True)
+    examples = (moved[:, 0].mean(axis=0) - right[:, 0].mean(axis=0)).var(ddof=1) / 300
+    error = math.sqrt(lost.var(ddof=1) / 5 + examples)
+    assert test.difference.mean == pytest.approx(-lost.mean())
+    assert (test.difference.high - test.difference.low) / error == pytest.approx(2 * 1.97, rel=0.2)
+
+
 @pytest.mark.parametrize(
     "against, settings, expected, beside",
     [

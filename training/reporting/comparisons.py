@@ -394,12 +394,15 @@ TITLES = {
 def _verdicts(some: list[Comparison], cell: Cell, of_conditions: bool) -> str:
     """The rows that differ, by direction and size, and those that no test tells apart, counted if they are many."""
     lower = cell.metric() in LOWER_IS_BETTER or some[0].kind == "examples"
-    verdicts: dict[str, list[str]] = {"better": [], "worse": [], "not resolved": []}
+    verdicts: dict[str, list[str]] = {"better": [], "worse": [], "the same": [], "not resolved": []}
     for one in sorted(some, key=lambda one: one.test.difference.mean, reverse=not lower):
         is_better = (one.test.difference.mean < 0) if lower else (one.test.difference.mean > 0)
-        name = "not resolved" if not one.resolved else "better" if is_better else "worse"
-        row = in_prose(one.row)
-        verdicts[name].append(row if name == "not resolved" else f"{row} {difference(one, cell)}")
+        row, name = in_prose(one.row), "better" if is_better else "worse"
+        if one.resolved:
+            verdicts[name].append(f"{row} {difference(one, cell)}")
+        else:
+            unchanged = one.kind == "mean" and one.test.difference.low == one.test.difference.high == 0
+            verdicts["the same" if unchanged else "not resolved"].append(row)
     if some[0].kind == "equal":
         verdicts = {"yes": [*verdicts["better"], *verdicts["worse"]], "not shown": verdicts["not resolved"]}
     for name in ("not resolved", "not shown"):

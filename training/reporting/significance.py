@@ -138,7 +138,10 @@ def compare(first: Outcomes, second: Outcomes, margin: float | None = None, same
     variances = [_variance(one.values.mean(axis=(1, 2))) for one in (first, second)]
     if same_models:
         variances = [_variance(second.values.mean(axis=(1, 2)) - first.values.mean(axis=(1, 2)))]
-    if first.values.shape[1:] == second.values.shape[1:] and not first.error + second.error:
+    (draws, examples), (other_draws, other_examples) = (one.values.shape[1:] for one in (first, second))
+    # Without an offset there is one draw, which is beside each of the others.
+    paired = examples == other_examples and (draws == other_draws or 1 in (draws, other_draws))
+    if paired and not first.error + second.error:
         variances += _shared_variances(second.values.mean(axis=0) - first.values.mean(axis=0))
     else:
         variances += [part for one in (first, second) for part in one.variances()[1:]]
