@@ -26,6 +26,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -105,12 +106,27 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
         if PartialState().is_main_process:
             print(f"[{number}/{len(mine)}] {slug(settings) or 'the recipe as it is'}", flush=True)
         train_and_evaluate(sweep, settings, conditions, passed, output_dir)
-        if PartialState().is_main_process:
-            results = []
-            for run, finished in zip(runs, stored):
-                results += finished or read_run(sweep, file.stem, *run, passed, output_dir)
-            write_results(results_file, [{**result, "command": command} for result in results])
+        collect(results_file, sweep, runs, stored, passed, command)
+    if not mine:
+        collect(results_file, sweep, runs, stored, passed, command)
     return results_file
+
+
+def collect(
+    path: Path,
+    sweep: dict[str, Any],
+    runs: list[tuple[dict[str, Any], list[dict[str, Any]]]],
+    stored: list[list[dict[str, Any]]],
+    passed: list[str],
+    command: list[str],
+) -> None:
+    """Writes the results of the runs that have finished, in any process, or are stored."""
+    if not PartialState().is_main_process:
+        return
+    results = []
+    for run, finished in zip(runs, stored):
+        results += finished or read_run(sweep, path.stem, *run, passed, path.parent)
+    write_results(path, [{**result, "command": command} for result in results])
 
 
 def part_of(text: str) -> tuple[int, int]:

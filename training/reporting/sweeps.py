@@ -90,7 +90,7 @@ def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def conditions_of(sweep: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The conditions that a model with these settings is evaluated under, all without `rows` or with some of its."""
+    """The conditions that a model with these settings is evaluated under: those whose `rows`, if any, name it."""
     axes = [
         [{name: value for name, value in entry.items() if name != ROWS} for entry in axis if is_one_of(settings, entry)]
         for axis in sweep.get("evaluate", [])
