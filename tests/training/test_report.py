@@ -601,7 +601,7 @@ def test_conditions_are_compared_unless_they_are_one_evaluation():
 
 
 def test_examples_are_paired_with_the_evaluation_without_an_offset():
-    """A model that an offset does not change has no error; one that loses the same examples in all draws neither."""
+    """A model that an offset does not change has no error, one that loses the same in all draws none due to draws."""
     generator = np.random.default_rng(0)
     right = generator.random((5, 1, 300)) < 0.7
     first, moved = Outcomes(right), np.repeat(right, 5, axis=1)

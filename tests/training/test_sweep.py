@@ -278,6 +278,17 @@ def test_a_sweep_trains_only_what_stored_results_lack(swept, sweep_file, files, 
     assert evaluate_sweep.main(other) and not (tmp_path / "other").exists()
 
 
+def test_stored_evaluations_at_further_lengths_are_kept(swept, sweep_file, files):
+    """As `language_modeling.py` makes them: no condition of the sweep names them."""
+    lines = result_lines.read_results(swept)[:3]
+    longer = {**lines[0], "condition": {"max_length": 512}}
+    sweep = sweeps.read_sweep(sweep_file, True)
+    conditions = [line["condition"] for line in lines]
+    run = (sweep, lines[0]["settings"], conditions, [*files, *TINY_RUN], swept.parent)
+    assert sweeps.pick_stored([*lines, longer], *run) == [*lines, longer]
+    assert sweeps.pick_stored([*lines[1:], longer], *run) == []
+
+
 def test_processes_that_finish_at_once_leave_a_whole_file(tmp_path):
     code = (
         "import sys; from pathlib import Path; from training.common.records import write_text\n"

@@ -182,13 +182,11 @@ def pick_stored(
     passed: list[str],
     output_dir: Path,
 ) -> list[dict[str, Any]]:
-    """The results of one run among stored `lines`, one per condition; none unless all are there, of the same flags."""
+    """The results of one run among stored `lines`, also at further lengths; none unless all conditions are there."""
     flags = remove_private(build_flags(sweep, settings, passed, output_dir))
-    found = [
-        next((line for line in lines if line["flags"] == flags and line["condition"] == condition), None)
-        for condition in conditions
-    ]
-    return [line for line in found if line is not None] if all(found) else []
+    found = [line for line in lines if line["flags"] == flags]
+    measured = [line["condition"] for line in found]
+    return found if all(condition in measured for condition in conditions) else []
 
 
 def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str], output_dir: Path) -> list[str]:
