@@ -1,6 +1,5 @@
 """Clips out of real files, and whole runs on them: what is read, what is left out, and what does not change a run."""
 
-import itertools
 import json
 import logging
 import shutil
@@ -573,24 +572,28 @@ def test_a_run_sees_the_spacing_of_every_volume(scans, tmp_path, caplog):
     assert metrics["eval_loss"] != pytest.approx(np.mean(without), abs=1e-5)
 
 
-def test_the_label_is_the_body_at_a_distance_in_millimetres():
+def test_the_label_is_the_class_of_a_distance_in_millimetres():
     """Found by the places of the discs in mm; without the spacing, the best guess is what the module states."""
-    source, guesses, tried = bodies.Bodies("validation", 1000, 16), 0, range(1, bodies.GRID)
+    source, steps, labels = bodies.Bodies("validation", 2000, 16), [], []
     assert np.array_equal(source[7][0].frames, bodies.Bodies("validation", 8, 16)[7][0].frames)
-    for clip, label in (source[number] for number in range(1000)):
+    for clip, label in (source[number] for number in range(2000)):
         cells = clip.frames[..., 0].reshape(4, 4, 4, 4, 4).swapaxes(2, 3)  # (slices, rows, columns, 4, 4)
-        centres = np.stack(np.indices((4, 4, 4)), axis=-1) * clip.spacing * (1, 4, 4)  # in mm
-        (marked,) = np.argwhere(cells[..., 1, 1] == 0)
-        distances = np.abs(centres - centres[tuple(marked)] - (bodies.AWAY, bodies.AWAY, 0)).sum(axis=-1)
-        assert cells[np.unravel_index(distances.argmin(), (4, 4, 4))][1, 1] == 60 * (label + 1)
-        # Long steps leave few places for the mark, so that they explain one of these better than short ones.
-        weights = np.zeros(5)
-        for along, down in itertools.product(tried, repeat=2):
-            if (place := marked + (along, down, 0)).max() < 4:
-                weights[cells[tuple(place)][1, 1] // 60] += 1 / ((4 - along) * (4 - down))
-        guesses += weights.argmax() == label + 1
-    # Three standard errors of a thousand volumes.
-    assert guesses / 1000 == pytest.approx(bodies.BLIND_ACCURACY, abs=0.047)
+        first, second = np.argwhere(cells.max(axis=(-2, -1)) >= 160)
+        extents = np.array(clip.spacing) * (1, 4, 4)
+        assert (extents >= bodies.EXTENTS[0]).all() and (extents <= bodies.EXTENTS[1]).all()
+        distance = np.sqrt(sum((extents * (second - first)) ** 2))
+        assert label == sum(distance > bound for bound in bodies.BOUNDS)
+        steps.append(tuple(sorted(np.abs(second - first))))
+        labels.append(label)
+    # Axes are alike, so that the steps in ascending order are all that the volume tells.
+    drawn = np.exp(np.random.default_rng(0).uniform(*np.log(bodies.EXTENTS), (20000, 3)))
+    probable = {
+        step: np.bincount(np.searchsorted(bodies.BOUNDS, np.linalg.norm(drawn * step, axis=1))).argmax()
+        for step in set(steps)
+    }
+    # Three standard errors of two thousand volumes.
+    guesses = np.mean([probable[step] == label for step, label in zip(steps, labels)])
+    assert guesses == pytest.approx(bodies.BLIND_ACCURACY, abs=0.034)
     with pytest.raises(ValueError, match="Bodies of 18 px cannot be drawn; accepted: multiples of 4 px from 16 on"):
         bodies.Bodies("train", 1, 18)
 
