@@ -14,7 +14,7 @@ from scipy import stats
 
 from training import report
 from training.common.arguments import InputError
-from training.reporting import comparisons, plots, result_lines, result_table, sections, sweeps
+from training.reporting import comparisons, conclusions, plots, result_lines, result_table, sections, sweeps
 from training.reporting.significance import (
     Outcomes,
     bootstrap_mean,
@@ -220,7 +220,7 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
         single = [100 * entry["metrics"]["eval_accuracy"] for entry in some]
         assert cells[column] == f"{np.mean(single):.1f}<br>{single[0]:.1f}, {single[1]:.1f}"
     assert cells[4] == "70.3" and cells[6] == "12.3"
-    assert "**Not tested: 2 seeds, and a test needs 5. Best mean accuracy: as trained: LieRE8" in text
+    assert "**Not tested: 2 seeds, and a test needs 5. Highest mean accuracy: as trained, LieRE8" in text
     assert (
         "12 layers of 768 channels; 3 epochs of 1,000 examples in batches of 32; seeds 0, 1; evaluated on 200" in text
     )
@@ -232,7 +232,9 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
     assert "; Golden gate RoPE; Cayley-STRING; Circulant-STRING; Spherical RoPE; LieRE product." in text
     shuffled = 100 * np.mean([entry["metrics"]["eval_accuracy"] for entry in lines[5::2]])
     # The paper's 12.3 of 70.3, its Table 5.
-    assert f"| LieRE8 | {100 * (accuracy - shuffled) / accuracy:.1f}% | 82.5% |" in text
+    pairs = [[100 * entry["metrics"]["eval_accuracy"] for entry in lines[at : at + 2]] for at in (4, 6)]
+    single = ", ".join(f"{100 * (before - after) / before:.1f}%" for before, after in pairs)
+    assert f"| LieRE8 | {100 * (accuracy - shuffled) / accuracy:.1f}%<br>{single} | 82.5% |" in text
     with Image.open(tmp_path / "report" / path.parent.name / "shuffling.png") as picture:
         assert picture.size[0] > 700 and len(set(picture.convert("L").resize((64, 64)).tobytes())) > 10
 
@@ -297,8 +299,8 @@ def test_the_two_starts_of_an_encoding_are_compared_as_in_table_7(tmp_path):
     assert p_value > 1e-4
     row = f"| LieRE8, rotary_init_scale 6.283 | LieRE8, rotary_init_scale 1 | {expected}, p = {p_value:.2g}"
     assert row in text and "1 of 1 distinct test is significant at 5% after Holm's correction." in text
-    against = "**Against LieRE8 (rotary_init_scale 1) (as trained, in points): worse:"
-    assert f"{against} LieRE8 (rotary_init_scale 6.283) {expected.split()[0]}.**" in text
+    against = "**Against LieRE8 (rotary_init_scale 1), worse:"
+    assert f"{against} LieRE8 (rotary_init_scale 6.283) {expected.split()[0]} points.**" in text
 
 
 def cells_of(sweep, settings, shares, seeds, **further):
@@ -324,8 +326,8 @@ def test_what_is_tested_twice_is_counted_once_and_baselines_at_chance_are_left_o
     for result in (result for cells in table.values() for cell in cells.values() for result in cell.results):
         result["metrics"]["eval_loss"] = 1 - result["metrics"]["eval_accuracy"]
     losses = comparisons.make_comparisons({"compare": [*twice[:1], {**twice[0], "metric": "loss"}]}, table)
-    assert losses.distinct == 4 and "Against Absolute (as trained: loss): better: RoPE-Mixed −0." in (
-        comparisons.conclude(losses, table)
+    assert losses.distinct == 4 and "Against Absolute (loss), better: RoPE-Mixed −0." in (
+        conclusions.conclude(losses, table)
     )
     fewer = comparisons.make_comparisons({"compare": twice}, cells_of("encodings", settings, (0.5, 0.6, 0.6), 4))
     assert fewer.named == 4 and fewer.made == []
@@ -350,18 +352,27 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     censored = stats.CensoredData([1000] * 10, right=[1000] * 10)
     assert p_values["examples"] == pytest.approx(stats.logrank(censored, [500] * 20).pvalue)
     said, text = comparisons.solved_table(table(20), 0.9)
-    assert said == "Solved (90% or more, as trained) by every seed: LieRE8; by some seeds: Axial RoPE 10 of 20."
+    assert said == "Seeds that reach 90%, and the median of the training examples until then."
     assert (
         "| LieRE8 | 20 of 20 (83% – 100%) | 500 |" in text
         and "| Axial RoPE | 10 of 20 (27% – 73%) | not reached |" in text
     )
-    few = comparisons.make_comparisons(sweep, table(5))
-    assert (
-        few.made == []
-        and "Not tested: 5 seeds, and a test needs 20. Solved (90% or more, as trained) by every seed: "
-        "LieRE8; by some seeds: Axial RoPE 2 of 5."
-        in comparisons.conclude(few, table(5))
+    said = conclusions.conclude(found, table(20))
+    assert said.startswith(
+        "Solved with more seeds than Axial RoPE (10 of 20): LieRE8 20 of 20. Equality with Axial RoPE "
     )
+    # What follows from the share is not said again.
+    assert "Examples until then" not in said
+    assert "20 of 20" in said and "| +50% of the seeds, p = 0.0" in (
+        text := comparisons.tests_table(found, table(20))[1]
+    )
+    assert "| 500 against not reached, p " in text
+    few = comparisons.make_comparisons(sweep, table(5))
+    said = conclusions.conclude(few, table(5))
+    assert few.made == [] and said.startswith(
+        "Not tested: 5 seeds, and a test needs 20. Solved (90% or more) by every "
+    )
+    assert "every seed: LieRE8; by some seeds: Axial RoPE 2 of 5." in said
 
 
 def test_margins_of_one_pair_are_separate_tests():
@@ -381,21 +392,45 @@ def test_margins_of_one_pair_are_separate_tests():
     heading = [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")]
     narrow, wide = (f"as trained: equivalence within ±{points}" for points in ("0.1", "10.0"))
     assert heading == ["", "against", "as trained", narrow, wide]
-    said = comparisons.conclude(found, table)
-    assert "Equal within ±0.1 to Absolute (as trained, in points): not shown: LieRE8." in said
-    assert "Equal within ±10.0 to Absolute (as trained, in points): yes: LieRE8 " in said
+    said = conclusions.conclude(found, table)
+    assert "Equality with Absolute within ±0.1 points is shown of no row." in said
+    assert "Equal to Absolute within ±10.0 points: LieRE8." in said
 
 
 def test_many_rows_that_no_test_tells_apart_are_counted():
     settings = [{"position_encoding": name} for name in ("absolute", "liere", "rope_mixed", "comrope_ap", "comrope_ld")]
     sweep = {"compare": [{"against": {"position_encoding": "absolute"}}]}
     for shares, said in (
-        ((0.5, 0.9, 0.5, 0.5, 0.5), "not resolved: 3 others."),
-        ((0.5, 0.5, 0.5, 0.5, 0.5), "Against Absolute (as trained, in points): not resolved: 4 rows."),
-        ((0.5, 0.9, 0.9, 0.9, 0.5), "not resolved: ComRoPE-LD."),
+        ((0.5, 0.9, 0.5, 0.5, 0.5), " points. Resolved: 1 of 4 tests."),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), "No difference is resolved (tests: 4)."),
+        ((0.5, 0.9, 0.9, 0.9, 0.5), " points. Not resolved: ComRoPE-LD against Absolute."),
     ):
         table = cells_of("encodings", settings, shares, 5)
-        assert comparisons.conclude(comparisons.make_comparisons(sweep, table), table).endswith(said)
+        assert conclusions.conclude(comparisons.make_comparisons(sweep, table), table).endswith(said)
+
+
+def test_sentences_name_rows_by_what_tells_them_apart():
+    rows = (
+        "Absolute, image_size 48",
+        "LieRE8, coordinates index, rotary_init axial, rotary_learning_rate_factor 1",
+        "LieRE8, coordinates index, rotary_init axial, rotary_learning_rate_factor 4",
+        "LieRE8, coordinates train_grid, rotary_init uniform, rotary_learning_rate_factor 4",
+        "RoPE-Mixed",
+        "RoPE-Mixed, share_heads",
+    )
+    names = conclusions.names_in_prose(dict.fromkeys(rows, {}))
+    assert list(names) == list(rows) and list(names.values()) == [
+        "Absolute",
+        "LieRE8 (rotary_learning_rate_factor 1)",
+        "LieRE8 (rotary_init axial, rotary_learning_rate_factor 4)",
+        "LieRE8 (rotary_init uniform)",
+        "RoPE-Mixed",
+        "RoPE-Mixed (share_heads)",
+    ]
+
+
+def test_numbers_of_seeds_in_a_row_are_ranges():
+    assert sections._ranges([0, 1, 2]) == "0, 1, 2" and sections._ranges([0, 1, 2, 3, 7]) == "0 – 3, 7"
 
 
 def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
@@ -451,10 +486,10 @@ def test_the_highest_accuracy_of_all_epochs_is_that_of_figure_4(results, tmp_pat
     entries = [{**entry, "history": history} for entry, history in zip(lines[:4:2], histories)]
     text = reported(tmp_path, "data_fraction", entries)
     assert (
-        "| Absolute | 80.0 | 50.0 |"
-        in text.split("Accuracies of epochs, means over seeds: the highest is that of Absolute (80.0%).")[1]
+        "| Absolute | 80.0<br>90.0, 70.0 | 50.0<br>60.0, 40.0 |"
+        in text.split("Highest mean over seeds of the best epoch: Absolute (80.0%).")[1]
     )
-    assert "Accuracies of epochs" not in reported(tmp_path, "block_size", entries)
+    assert "the best epoch" not in reported(tmp_path, "block_size", entries)
 
 
 def test_losses_stand_beside_those_of_table_9(results, tmp_path):
@@ -463,8 +498,8 @@ def test_losses_stand_beside_those_of_table_9(results, tmp_path):
     for entry, loss in zip(lines[::2], (1.5, 1.7, 1.2, 1.4)):
         losses = {"eval_loss": loss, "eval_loss_low": loss - 0.1, "eval_loss_high": loss + 0.2}
         entries.append({**entry, "metrics": {**entry["metrics"], **losses}})
-    text = reported(tmp_path, "encodings", entries).split("Losses of the evaluation:")[1]
-    assert "the lowest is that of LieRE8 (1.300)." in text
+    text = reported(tmp_path, "encodings", entries).split("Lowest loss: ")[1]
+    assert text.startswith("LieRE8 (1.300).")
     assert "| Absolute | 1.600<br>1.500, 1.700 | 1.56 (1.47 – 1.56) |" in text
     assert "| LieRE8 | 1.300<br>1.200, 1.400 | 1.36 (1.31 – 1.41) |" in text
 
@@ -595,9 +630,10 @@ def test_conditions_are_compared_unless_they_are_one_evaluation():
     sweep = {"compare": [{"against_condition": {"coordinates": "train_grid"}}]}
     found = comparisons.make_comparisons(sweep, table)
     assert (found.named, found.distinct, found.resolved) == (1, 1, 1)
-    said = comparisons.conclude(found, table)
-    under, against = (f"coordinates {name}, image_size 64" for name in ("fixed_grid", "train_grid"))
-    assert said.startswith(f"Under {under}, against {against} (in points): better: LieRE8 +"), said
+    said = conclusions.conclude(found, table)
+    assert said.startswith(
+        "With coordinates fixed_grid instead of coordinates train_grid (image_size 64), better: LieRE8 +"
+    )
 
 
 def test_examples_are_paired_with_the_evaluation_without_an_offset():

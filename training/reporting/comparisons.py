@@ -1,7 +1,8 @@
-"""The comparisons that a sweep names before it runs, tested where seeds are enough, and what they say in words."""
+"""The comparisons that a sweep names before it runs, tested where seeds are enough, and the tables of their results."""
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.rotary_fields import RotaryFields
 from training.reporting.markdown import markdown
-from training.reporting.result_table import LOWER_IS_BETTER, METRICS, SEEDS, Cell, Table, condition
+from training.reporting.result_table import SEEDS, Cell, Table, condition
 from training.reporting.significance import (
     FEWEST_SEEDS,
     FEWEST_SEEDS_OF_SHARES,
@@ -37,8 +38,6 @@ OF_ENCODING = (
 )
 # The folder of the weights may contain the seed.
 NEVER_COMPARED = ("model_name_or_path",)
-# Names in a sentence before the others are only counted, and those of rows that no test tells apart.
-MOST_LISTED, MOST_UNRESOLVED = 4, 2
 # Standard errors that an accuracy exceeds chance by, unless the model is at chance.
 ABOVE_CHANCE = 3
 
@@ -76,6 +75,11 @@ class Comparison:
     @property
     def resolved(self) -> bool:
         return self.p_value < LEVEL
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether both sides gave the same answers."""
+        return self.kind == "mean" and self.test.difference.low == self.test.difference.high == 0
 
 
 @dataclass
@@ -254,7 +258,7 @@ def train_examples(result: dict[str, Any]) -> float:
 
 
 def solved_table(table: Table, goal: float) -> tuple[str, str]:
-    """Shares of the seeds that solve the task, and the median of the examples until then, with their conclusion."""
+    """Shares of the seeds that solve the task, and the median of the examples until then, with a caption."""
     columns = columns_of(table)
     rows = [
         [
@@ -264,19 +268,8 @@ def solved_table(table: Table, goal: float) -> tuple[str, str]:
         ]
         for row, cells in table.items()
     ]
-    return who_solves(table, goal), markdown(["", *columns, f"examples until {goal:.0%}"], rows, "---:")
-
-
-def who_solves(table: Table, goal: float, most: int | None = None) -> str:
-    """The rows that every seed solves, some or none; the first `most` of many."""
-    groups: dict[str, list[str]] = {"every seed": [], "some seeds": [], "no seed": []}
-    for row, cells in table.items():
-        seeds = solved(next(iter(cells.values())), goal)
-        name = "every seed" if all(seeds) else "some seeds" if any(seeds) else "no seed"
-        counted = f" {sum(seeds)} of {len(seeds)}" if name == "some seeds" else ""
-        groups[name].append(in_prose(row) + counted)
-    by = "; by ".join(f"{name}: {_listed(some, most)}" for name, some in groups.items() if some)
-    return f"Solved ({goal:.0%} or more, {columns_of(table)[0]}) by {by}."
+    said = f"Seeds that reach {goal:.0%}, and the median of the training examples until then."
+    return said, markdown(["", *columns, f"examples until {goal:.0%}"], rows, "---:")
 
 
 def _share(seeds: list[bool]) -> str:
@@ -306,15 +299,15 @@ def tests_table(found: Comparisons, table: Table) -> tuple[str, str] | None:
     header = ["", "against", *(_heading(one, table) for one in asked.values())]
     rows = []
     for (row, against), some in lines.items():
-        rows.append([row, against, *(_shown(some.get(question), table) for question in asked)])
-    tests = "distinct test is" if found.distinct == 1 else "distinct tests are"
+        rows.append([row, against, *(_shown(some.get(question), found, table) for question in asked)])
+    tests = f"distinct test{'' if found.distinct == 1 else 's'} {'is' if found.resolved == 1 else 'are'}"
     said = f"{found.resolved} of {found.distinct} {tests} significant at 5% after Holm's correction."
     return said, markdown(header, rows, "---:")
 
 
 def _heading(one: Comparison, table: Table) -> str:
     titles = {"mean": "", "share": ": share solved", "examples": ": examples until solved"}
-    title = titles[one.kind] if one.margin is None else f": equivalence within {_margin(one.margin, one.cell(table))}"
+    title = titles[one.kind] if one.margin is None else f": equivalence within {margin(one.margin, one.cell(table))}"
     return f"{one.column}{title}{_of(one.metric)}"
 
 
@@ -322,24 +315,30 @@ def _of(metric: str | None) -> str:
     return f": {metric.removeprefix('eval_')}" if metric else ""
 
 
-def _shown(comparison: Comparison | None, table: Table) -> str:
+def _shown(comparison: Comparison | None, found: Comparisons, table: Table) -> str:
     if comparison is None:
         return "–"
+    if comparison.unchanged:
+        return "unchanged"
     interval, cell = comparison.test.difference, comparison.cell(table)
-    text = difference(comparison, cell)
+    if comparison.kind == "examples":
+        text = " against ".join(median_until(table[row], found) for row in (comparison.row, comparison.against))
+    else:
+        text = difference(comparison, cell)
     if comparison.kind in ("mean", "equal"):
         text += f" ({_signed(interval.low, cell)} – {_signed(interval.high, cell)})"
     return f"{text}, p {_p_value(comparison.test.p_value)}, Holm {_p_value(comparison.p_value)}"
 
 
+def median_until(cells: dict[str, Cell], found: Comparisons) -> str:
+    """The median of the examples until a row solves the task."""
+    return _median(examples_until(next(iter(cells.values())), found.solved_at))
+
+
 def difference(comparison: Comparison, cell: Cell) -> str:
-    """The difference with its sign, in the unit of the metric, or in seeds or examples."""
+    """The difference with its sign, in the unit of the metric or as a share of the seeds."""
     value = comparison.test.difference.mean
-    if comparison.kind == "share":
-        return _minus(f"{100 * value:+.0f}% of the seeds")
-    if comparison.kind == "examples":
-        return _minus(f"{value:+,.0f}")
-    return _signed(value, cell)
+    return _minus(f"{100 * value:+.0f}% of the seeds") if comparison.kind == "share" else _signed(value, cell)
 
 
 def _signed(value: float, cell: Cell) -> str:
@@ -350,116 +349,14 @@ def _signed(value: float, cell: Cell) -> str:
     return _minus(f"{value:+.3f}")
 
 
-def _margin(value: float, cell: Cell) -> str:
+def margin(value: float, cell: Cell) -> str:
     return _signed(value, cell).replace("+", "±")
 
 
 def _minus(text: str) -> str:
-    return text.replace("-", "−")
+    """The number with a minus sign, and zero without a sign."""
+    return (text if re.search("[1-9]", text) else text.lstrip("+-")).replace("-", "−")
 
 
 def _p_value(value: float) -> str:
     return f"= {value:.2g}" if value >= 1e-4 else "< 0.0001"
-
-
-def conclude(found: Comparisons, table: Table) -> str:
-    """What the tests say, or why there are none and what the table shows without them, in one paragraph."""
-    groups: dict[tuple, list[Comparison]] = defaultdict(list)
-    for one in found.made:
-        groups[one.against, one.question].append(one)
-    columns = columns_of(table)
-    parts = [_verdicts(some, some[0].cell(table), some[0].against in columns) for some in groups.values()]
-    seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
-    if not found.made:
-        if seeds[0] < found.fewest_seeds:
-            counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
-            parts.append(f"Not tested: {counted}, and a test needs {found.fewest_seeds}.")
-        parts.append(_best(table) if found.solved_at is None else who_solves(table, found.solved_at, MOST_LISTED))
-        parts.append(_spread(table))
-    elif seeds[0] < found.fewest_seeds:
-        parts.append(f"Rows of fewer than {found.fewest_seeds} seeds are not tested.")
-    if found.at_chance:
-        parts.append(f"At chance, and no baseline: {_listed([in_prose(row) for row in found.at_chance])}.")
-    return " ".join(part for part in parts if part)
-
-
-TITLES = {
-    "mean": "Against {}",
-    "equal": "Equal within {margin} to {}",
-    "share": "Share of seeds that solve the task, against {}",
-    "examples": "Examples until the task is solved, against {}",
-}
-
-
-def _verdicts(some: list[Comparison], cell: Cell, of_conditions: bool) -> str:
-    """The rows that differ, by direction and size, and those that no test tells apart, counted if they are many."""
-    lower = cell.metric() in LOWER_IS_BETTER or some[0].kind == "examples"
-    verdicts: dict[str, list[str]] = {"better": [], "worse": [], "the same": [], "not resolved": []}
-    for one in sorted(some, key=lambda one: one.test.difference.mean, reverse=not lower):
-        is_better = (one.test.difference.mean < 0) if lower else (one.test.difference.mean > 0)
-        row, name = in_prose(one.row), "better" if is_better else "worse"
-        if one.resolved:
-            verdicts[name].append(f"{row} {difference(one, cell)}")
-        else:
-            unchanged = one.kind == "mean" and one.test.difference.low == one.test.difference.high == 0
-            verdicts["the same" if unchanged else "not resolved"].append(row)
-    if some[0].kind == "equal":
-        verdicts = {"yes": [*verdicts["better"], *verdicts["worse"]], "not shown": verdicts["not resolved"]}
-    for name in ("not resolved", "not shown"):
-        if len(rows := verdicts.get(name, [])) > MOST_UNRESOLVED:
-            verdicts[name] = [f"{len(rows)} {'others' if len(rows) < len(some) else 'rows'}"]
-    said = "; ".join(f"{name}: {', '.join(rows)}" for name, rows in verdicts.items() if rows)
-    unit = "in points" if some[0].kind in ("mean", "equal") and cell.metric() == "eval_accuracy" else ""
-    margin = None if some[0].margin is None else _margin(some[0].margin, cell)
-    against = some[0].against if of_conditions else in_prose(some[0].against)
-    title = TITLES[some[0].kind].format(against, margin=margin)
-    column = f"{some[0].column}{_of(some[0].metric)}"
-    if of_conditions:
-        title, column = f"Under {column}, {title[0].lower()}{title[1:]}", ""
-    about = ", ".join(filter(None, (column, unit)))
-    return f"{title}{f' ({about})' if about else ''}: {said}."
-
-
-def in_prose(row: str) -> str:
-    """A row's name for sentences: its settings in parentheses."""
-    name, *settings = row.split(", ")
-    return f"{name} ({', '.join(settings)})" if settings else name
-
-
-def _listed(names: list[str], most: int | None = MOST_LISTED) -> str:
-    """The first `most` of many names."""
-    if most is None or len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
-
-
-def _best(table: Table) -> str:
-    """The best rows under every condition, and the worst if there is one condition."""
-    parts, columns = [], columns_of(table)
-    for column in columns:
-        cells = {row: some[column] for row, some in table.items() if column in some}
-        if len(cells) < 2:
-            continue
-        first = next(iter(cells.values()))
-        sign = -1 if first.metric() in LOWER_IS_BETTER else 1
-        order = sorted((sign * cell.mean, row) for row, cell in cells.items())
-        shown = {row: first.number(cell.mean) for row, cell in cells.items()}
-        best, worst = (shown[order[end][1]] for end in (-1, 0))
-        text = f"{_listed([in_prose(row) for row in cells if shown[row] == best])} ({best})"
-        if len(columns) == 1:
-            text += f"; worst: {_listed([in_prose(row) for row in cells if shown[row] == worst])} ({worst})"
-        parts.append(f"{column}: {text}" if len(columns) > 1 else text)
-    if not parts:
-        return ""
-    metric = METRICS[next(iter(next(iter(table.values())).values())).metric()]
-    return f"Best mean {metric}: {'; '.join(parts)}."
-
-
-def _spread(table: Table) -> str:
-    """How far seeds of one row differ."""
-    cells = [cell for some in table.values() for cell in some.values() if len(cell.by_seed()) > 1]
-    if not cells:
-        return ""
-    widest = max(float(np.ptp(list(cell.by_seed().values()))) for cell in cells)
-    unit = " points" if cells[0].metric() == "eval_accuracy" else ""
-    return f"Seeds of one row differ by up to {cells[0].number(widest)}{unit}."

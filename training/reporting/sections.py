@@ -1,13 +1,13 @@
 """The section of a report on one sweep: a table beside the paper's figures, tests between models, missing models."""
 
 import shlex
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from training.reporting.comparisons import (
     columns_of,
-    conclude,
     is_at_chance,
     make_comparisons,
     num_epochs,
@@ -15,6 +15,7 @@ from training.reporting.comparisons import (
     tests_table,
     train_examples,
 )
+from training.reporting.conclusions import conclude
 from training.reporting.markdown import markdown
 from training.reporting.result_table import (
     AS_IN_PAPER,
@@ -106,9 +107,10 @@ def _missing_models(results: list[dict[str, Any]], table: Table, common: list[st
     missing = [f"{row} with {', '.join(differing)}" for row, differing in changed.items() if differing]
     for row, seeds in wanted.items():
         left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
-        names = ", ".join(str(seed) for seed in sorted(left - {None}))
+        named = sorted(left - {None})
         if left:
-            missing.append(f"{row} (seed {names})" if row in table and names else row)
+            seeds = f" (seed{'s' * (len(named) > 1)} {_ranges(named)})"
+            missing.append(f"{row}{seeds}" if row in table and named else row)
     return missing
 
 
@@ -141,17 +143,30 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
         f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels",
         *common,
         f"{_count(num_epochs(first), 'epoch')} of {round(train_examples(first)):,} examples in batches of {batch}",
-        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
+        f"seed{'s' * (len(seeds) > 1)} {_ranges(seeds)}",
         f"evaluated on {first['metrics']['eval_samples']:,} examples",
-        " or ".join(dict.fromkeys(_machine(result["environment"]) for result in results)),
+        _machine([result["environment"] for result in results]),
     ]
     return f"Ours: {'; '.join(parts)}.{_reach_of_examples(table)}"
 
 
-def _machine(environment: dict[str, Any]) -> str:
-    libraries = environment.get("libraries", {})
-    device = environment.get("accelerator") or environment.get("device", "")
-    return f"{device}, torch {libraries.get('torch')}, transformers {libraries.get('transformers')}"
+def _machine(environments: list[dict[str, Any]]) -> str:
+    devices = (given.get("accelerator") or given.get("device", "") for given in environments)
+    libraries = [given.get("libraries", {}) for given in environments]
+    torch, transformers = ((some.get(name) for some in libraries) for name in ("torch", "transformers"))
+    named = [" or ".join(map(str, dict.fromkeys(some))) for some in (devices, torch, transformers)]
+    return f"{named[0]}, torch {named[1]}, transformers {named[2]}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, with a dash between the ends of four or more in a row."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(f"{some[0]} – {some[-1]}" if len(some) > 3 else ", ".join(map(str, some)) for some in groups)
 
 
 def _reach_of_examples(table: Table) -> str:
@@ -190,19 +205,22 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Par
     if not shuffles or AS_TRAINED not in conditions:
         return None
 
-    def drop(row: dict[str, Any], column: str, value) -> float | None:
-        if AS_TRAINED not in row or column not in row or not (before := value(row[AS_TRAINED])):
-            return None
-        return 100 * (before - value(row[column])) / before
+    def drop(before: float, after: float) -> float:
+        return 100 * (before - after) / before
 
     header, rows, said = [""], [[row] for row in table], []
     for column in shuffles:
         header += [column, "paper"]
-        lost = {row: drop(cells, column, lambda cell: cell.mean) for row, cells in table.items()}
-        for line, row in zip(rows, table):
-            of_paper = {name: float(str(value).split()[0]) for name, value in figures.get(row, {}).items()}
-            line += ["–" if share is None else _percent(share) for share in (lost[row], drop(of_paper, column, float))]
-        known = {row: share for row, share in lost.items() if share is not None}
+        known = {}
+        for line, (row, cells) in zip(rows, table.items()):
+            ours, papers = ([some.get(name) for name in (AS_TRAINED, column)] for some in (cells, figures.get(row, {})))
+            if all(ours) and ours[0].mean:
+                known[row] = drop(*(cell.mean for cell in ours))
+                seeds = map(drop, *(cell.by_seed().values() for cell in ours))
+                line.append(_with_seeds(known[row], seeds, _percent))
+            else:
+                line.append("–")
+            line.append(_percent(drop(*(float(str(value).split()[0]) for value in papers))) if all(papers) else "–")
         if known:
             most, least = max(known, key=known.get), min(known, key=known.get)
             said.append(
@@ -212,7 +230,17 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Par
 
 
 def _percent(value: float) -> str:
-    return f"{value:.1f}%".replace("-", "−")
+    return f"{value:.1f}%".replace("-0.0%", "0.0%").replace("-", "−")
+
+
+def _in_percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _with_seeds(mean: float, seeds: Iterable[float], form: Callable[[float], str]) -> str:
+    """A mean above the values of the single seeds."""
+    single = list(map(form, seeds))
+    return f"{form(mean)}<br>{', '.join(single)}" if len(single) > 1 else form(mean)
 
 
 def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
@@ -223,10 +251,10 @@ def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part |
         if all(runs):
             both = [max(accuracy for _, accuracy in run) for run in runs], [run[-1][1] for run in runs]
             highest[row] = float(np.mean(both[0]))
-            rows.append([row, *(f"{100 * np.mean(values):.1f}" for values in both)])
+            rows.append([row, *(_with_seeds(np.mean(values), values, _in_percent) for values in both)])
     if not rows:
         return None
-    said = f"Accuracies of epochs, means over seeds: the highest is that of {_first(highest)}."
+    said = f"Highest mean over seeds of the best epoch: {_first(highest)}."
     return said, markdown(["", "highest of all epochs", "last epoch"], rows, "---:")
 
 
@@ -238,11 +266,11 @@ def _first(values: dict[str, float], form: str = "{:.1%}", lowest: bool = False)
 
 def _losses(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
     """Cross entropies, as in LieRE's Table 9."""
-    return _further_metric(table, papers, "eval_loss", "Losses of the evaluation: the lowest is that of {}.", "loss")
+    return _further_metric(table, papers, "eval_loss", "Lowest loss: {}.", "loss")
 
 
 def _balanced(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
-    said = "Means of the accuracies of both classes, one half for a constant answer: the highest is that of {}."
+    said = "Highest balanced accuracy (0.5 for a constant answer): {}."
     return _further_metric(table, papers, "eval_balanced_accuracy", said, "balanced accuracy")
 
 
@@ -272,15 +300,13 @@ def _precisions(table: Table, papers: dict[str, list[float]], chance: float | No
             results = next(iter(cells.values())).results
             values = [metrics[f"eval_{names[index]}"] for metrics in (result["metrics"] for result in results)]
             means.setdefault(row, float(np.mean(values)))
-            line.append(f"{100 * np.mean(values):.1f}")
+            line.append(_with_seeds(np.mean(values), values, _in_percent))
             if papers:
                 line.append(str(papers[row][index]) if row in papers else "–")
         rows.append(line)
     if not shown:
         return None
-    return f"Average precisions, means over seeds: the highest is that of {_first(means)}.", markdown(
-        header, rows, "---:"
-    )
+    return f"Highest AP, mean over seeds: {_first(means)}.", markdown(header, rows, "---:")
 
 
 def _epochs(table: Table, chance: float | None) -> Part | None:
@@ -310,7 +336,7 @@ def _epochs(table: Table, chance: float | None) -> Part | None:
             sooner += [row] if reached < last and row != "Absolute" else []
         rows.append([row, "never" if reached is None else f"{reached:g}", fewer])
     goal = "the accuracy that Absolute has at the end" if is_accuracy else "the highest mAP of Absolute"
-    said = f"Epochs until {goal}, by the means over seeds: sooner than Absolute: {', '.join(sooner) or 'no other'}."
+    said = f"Epochs until {goal}, by the means over seeds. Sooner than Absolute: {', '.join(sooner) or 'none'}."
     return said, markdown(["", "epochs", "fewer than Absolute's"], rows, "---:")
 
 

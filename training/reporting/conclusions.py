@@ -1,0 +1,204 @@
+"""The paragraph above the tables of a sweep: what its tests resolve, or what the table shows if nothing was tested."""
+
+from collections import defaultdict
+from itertools import combinations
+
+import numpy as np
+
+from training.reporting.comparisons import Comparison, Comparisons, columns_of, difference, margin, median_until, solved
+from training.reporting.result_table import AS_TRAINED, LOWER_IS_BETTER, METRICS, Table
+
+
+# Rows that a sentence names before it gives their number, and tests without a result that it names.
+MOST_LISTED, MOST_UNRESOLVED = 4, 2
+# Each row with its name in sentences.
+Names = dict[str, str]
+
+
+def conclude(found: Comparisons, table: Table) -> str:
+    names = names_in_prose(table)
+    parts = _resolved(found, table, names)
+    seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
+    if not found.made:
+        if seeds[0] < found.fewest_seeds:
+            counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
+            parts.append(f"Not tested: {counted}, and a test needs {found.fewest_seeds}.")
+        parts.append(_best(table, names) if found.solved_at is None else who_solves(table, found.solved_at, names))
+        parts.append(_spread(table))
+    elif seeds[0] < found.fewest_seeds:
+        parts.append(f"Rows of fewer than {found.fewest_seeds} seeds are not tested.")
+    if found.at_chance:
+        parts.append(f"At chance: {_listed([names[row] for row in found.at_chance])}.")
+    return " ".join(part for part in parts if part)
+
+
+def names_in_prose(rows: Table) -> Names:
+    """Each row by its encoding and, in parentheses, the fewest settings that tell it from others of the encoding."""
+    names, settings = {}, {}
+    for row in rows:
+        names[row], *settings[row] = row.split(", ")
+    told = {}
+    for row, name in names.items():
+        others = [set(settings[other]) for other in names if other != row and names[other] == name]
+        # Where an encoding starts tells more than its coordinates.
+        order = sorted(settings[row], key=lambda setting: not setting.startswith("rotary_init "))
+        subsets = (some for size in range(len(order) + 1) for some in combinations(order, size))
+        telling = next((some for some in subsets if not any(set(some) <= other for other in others)), order)
+        told[row] = f"{name} ({', '.join(telling)})" if telling else name
+    return told
+
+
+def _resolved(found: Comparisons, table: Table, names: Names) -> list[str]:
+    """A sentence on the resolved tests of every question, and one on the others."""
+    groups: dict[tuple, list[Comparison]] = defaultdict(list)
+    for one in found.made:
+        groups[one.against, one.question].append(one)
+    by_share = {(one.row, one.against) for one in found.made if one.kind == "share" and one.resolved}
+    parts = []
+    for some in groups.values():
+        kind = some[0].kind
+        # Rows that solve a task less often also take longer.
+        told = [one for one in some if kind != "examples" or (one.row, one.against) not in by_share]
+        parts.append(SENTENCES[kind](told, found, table, names))
+    resolved = [one for one in found.made if one.resolved]
+    open_ones = [one for one in found.made if not one.resolved and not one.unchanged]
+    if open_ones and not resolved:
+        parts.append(f"No difference is resolved (tests: {found.distinct}).")
+    elif len(open_ones) <= MOST_UNRESOLVED:
+        pairs = [
+            f"{names[one.row]} {f'against {names[one.against]}' if one.against in names else f'with {one.column}'}"
+            for one in open_ones
+        ]
+        parts += [f"Not resolved: {', '.join(dict.fromkeys(pairs))}."] if pairs else []
+    else:
+        parts.append(f"Resolved: {found.resolved} of {found.distinct} tests.")
+    return parts
+
+
+def _means(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
+    """Rows that are better or worse than one of them, or than they are under another condition."""
+    cell, column = some[0].cell(table), some[0].column
+    lower = cell.metric() in LOWER_IS_BETTER
+    groups: dict[str, list[Comparison]] = {"better": [], "worse": []}
+    for one in sorted(some, key=lambda one: one.test.difference.mean, reverse=not lower):
+        if one.resolved:
+            groups["better" if (one.test.difference.mean < 0) == lower else "worse"].append(one)
+    unit = " points" if cell.metric() == "eval_accuracy" else ""
+    said = [f"{name}: {_by_size(rows, table, names)}{unit}" for name, rows in groups.items() if rows]
+    if some[0].against not in columns_of(table):
+        metric = f" ({some[0].metric.removeprefix('eval_')})" if some[0].metric else ""
+        where = "" if column == AS_TRAINED else f", {column}"
+        return f"Against {names[some[0].against]}{where}{metric}, {'; '.join(said)}." if said else ""
+    if same := [names[one.row] for one in some if one.unchanged]:
+        said.append(f"no answer of {_listed(same, 'and')} changes")
+    changed, base = column.split(", "), some[0].against.split(", ")
+    instead, shared = ([part for part in base if (part in changed) == kept] for kept in (False, True))
+    title = ", ".join(part for part in changed if part not in base)
+    title += f" instead of {', '.join(instead)}" if instead and instead != [AS_TRAINED] else ""
+    title += f" ({', '.join(shared)})" if shared else ""
+    return f"With {title}, {'; '.join(said)}." if said else ""
+
+
+def _by_size(some: list[Comparison], table: Table, names: Names) -> str:
+    sizes = [difference(one, one.cell(table)) for one in some]
+    if len(some) <= MOST_LISTED:
+        return ", ".join(f"{names[one.row]} {size}" for one, size in zip(some, sizes))
+    return f"{len(some)} rows, from {names[some[0].row]} {sizes[0]} to {names[some[-1].row]} {sizes[-1]}"
+
+
+def _shares(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
+    """Rows that solve the task with more or fewer seeds than one of them."""
+    column, counts = some[0].column, {}
+    for row in (some[0].against, *(one.row for one in some)):
+        seeds = solved(table[row][column], found.solved_at)
+        counts[row] = f"{sum(seeds)} of {len(seeds)}"
+    base = f"{names[some[0].against]} ({counts[some[0].against]})"
+    said = []
+    for word, sign in (("more", 1), ("fewer", -1)):
+        rows = [one.row for one in some if one.resolved and sign * one.test.difference.mean > 0]
+        if rows:
+            by = ", ".join(f"{names[row]} {counts[row]}" for row in rows)
+            said.append(f"with {word} seeds than {base}: {by}")
+    where = "Solved" if column == AS_TRAINED else f"With {column}, solved"
+    return f"{where} {'; '.join(said)}." if said else ""
+
+
+def _durations(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
+    """Rows that solve the task after more or fewer examples than one of them."""
+    said = []
+    for word, sign in (("fewer", -1), ("more", 1)):
+        rows = [one.row for one in some if one.resolved and sign * one.test.difference.mean > 0]
+        if rows:
+            said.append(f"{word}: {', '.join(f'{names[row]} {median_until(table[row], found)}' for row in rows)}")
+    if not said:
+        return ""
+    base = some[0].against
+    return f"Examples until then, against {names[base]} ({median_until(table[base], found)}), {'; '.join(said)}."
+
+
+def _equal(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
+    rows, cell = [names[one.row] for one in some if one.resolved], some[0].cell(table)
+    unit = " points" if cell.metric() == "eval_accuracy" else ""
+    within = f"{names[some[0].against]} within {margin(some[0].margin, cell)}{unit}"
+    where = "" if some[0].column == AS_TRAINED else f", {some[0].column}"
+    if rows:
+        return f"Equal to {within}{where}: {', '.join(rows)}."
+    return f"Equality with {within}{where} is shown of no row."
+
+
+SENTENCES = {"mean": _means, "share": _shares, "examples": _durations, "equal": _equal}
+
+
+def who_solves(table: Table, goal: float, names: Names) -> str:
+    """The rows that every seed solves, some or none."""
+    groups: dict[str, list[str]] = {"every seed": [], "some seeds": [], "no seed": []}
+    for row, cells in table.items():
+        seeds = solved(next(iter(cells.values())), goal)
+        name = "every seed" if all(seeds) else "some seeds" if any(seeds) else "no seed"
+        groups[name].append(names[row] + (f" {sum(seeds)} of {len(seeds)}" if name == "some seeds" else ""))
+    rest = [name for name, some in groups.items() if some]
+    if len(rest) > 1 and "no seed" in rest:
+        groups["no seed"] = ["the other" if len(groups["no seed"]) == 1 else f"the other {len(groups['no seed'])}"]
+    by = "; by ".join(f"{name}: {_listed(groups[name])}" for name in rest)
+    column = columns_of(table)[0]
+    return f"Solved ({goal:.0%} or more{'' if column == AS_TRAINED else f', {column}'}) by {by}."
+
+
+def _listed(names: list[str], last: str = "") -> str:
+    """The first of many names."""
+    if len(names) > MOST_LISTED:
+        return f"{', '.join(names[:MOST_LISTED])} and {len(names) - MOST_LISTED} more"
+    return f"{', '.join(names[:-1])} {last} {names[-1]}" if last and len(names) > 1 else ", ".join(names)
+
+
+def _best(table: Table, names: Names) -> str:
+    """The best rows under every condition, and the worst if there is one condition."""
+    parts, columns, lower = [], columns_of(table), False
+    for column in columns:
+        cells = {row: some[column] for row, some in table.items() if column in some}
+        if len(cells) < 2:
+            continue
+        first = next(iter(cells.values()))
+        lower = first.metric() in LOWER_IS_BETTER
+        order = sorted(cells, key=lambda row: cells[row].mean, reverse=not lower)
+        shown = {row: first.number(cell.mean) for row, cell in cells.items()}
+        best, worst = (
+            f"{_listed([names[row] for row in cells if shown[row] == shown[order[end]]])} ({shown[order[end]]})"
+            for end in (0, -1)
+        )
+        where = "" if len(columns) == 1 else "as trained, " if column == AS_TRAINED else f"with {column}, "
+        parts.append(where + best + (f"; {'highest' if lower else 'lowest'}: {worst}" if len(columns) == 1 else ""))
+    if not parts:
+        return ""
+    metric = METRICS[next(iter(next(iter(table.values())).values())).metric()]
+    return f"{'Lowest' if lower else 'Highest'} mean {metric}: {'; '.join(parts)}."
+
+
+def _spread(table: Table) -> str:
+    """How far seeds of one row differ."""
+    cells = [cell for some in table.values() for cell in some.values() if len(cell.by_seed()) > 1]
+    if not cells:
+        return ""
+    widest = max(float(np.ptp(list(cell.by_seed().values()))) for cell in cells)
+    unit = " points" if cells[0].metric() == "eval_accuracy" else ""
+    return f"Seeds of one row differ by up to {cells[0].number(widest)}{unit}."
