@@ -12,7 +12,7 @@ output_dir/<sweep>.jsonl (training/reporting/result_lines.py), which training/re
 figures. An interrupted sweep resumes when started again, and sweeps that share models in one output directory train
 them once. Processes on several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--stored` names results of
 this sweep, such as those in training/results, whose runs are not repeated: only seeds and settings that they lack are
-trained. `--dry_run` only lists the runs.
+trained. `--seeds 20` trains seeds 0 … 19 of every model. `--dry_run` only lists the runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
 `evaluate` lists of conditions, all of whose combinations are evaluated; a condition with `rows` only for models with
@@ -47,6 +47,7 @@ from training.reporting.sweeps import (
     read_sweep,
     slug,
     train_and_evaluate,
+    with_seeds,
 )
 
 
@@ -67,6 +68,9 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--mini", action="store_true", help="the sweep's small version")
     parser.add_argument("--recipe", help="instead of the sweep's")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="seeds 0 … N − 1 of every model, instead of the sweep's own"
+    )
     parser.add_argument("--dry_run", action="store_true", help="list the runs only")
     arguments = sys.argv[1:] if arguments is None else arguments
     given, passed = parser.parse_known_args(arguments)
@@ -81,6 +85,10 @@ def main(arguments: list[str] | None = None) -> Path:
 def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_dir: Path, command: list[str]) -> Path:
     """Runs a sweep after the one whose models it starts from, if any; returns the file of its results."""
     sweep = read_sweep(file, given.mini)
+    if given.seeds is not None:
+        if given.seeds < 1:
+            raise InputError(f"--seeds {given.seeds}; accepted: 1 or more.")
+        sweep = with_seeds(sweep, given.seeds)
     if given.recipe and file == given.sweep:
         sweep["recipe"] = given.recipe
     if "after" in sweep and given.part != (1, 1):

@@ -1,10 +1,12 @@
 """Generated orientations, views and pointers: that their labels are right, and what moving the world does to models."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from checkout import ROOT
 
 from hf_liere import LieRETokensForTokenClassification, matrix_to_rotation_vector
@@ -136,6 +138,30 @@ def test_cameras_that_see_the_marked_point_are_labelled(largest):
     # Cameras look ahead, and with a scene that is turned by any rotation in all directions.
     ahead = angles(placed[:, :4, :3, :3]).mean()
     assert ahead < 1 if largest == 30 else abs(ahead - (math.pi / 2 + 2 / math.pi)) < 0.06
+
+
+@pytest.mark.parametrize(
+    "columns, others, expected",
+    [
+        (poses.pose_columns, poses.TOKENS - 1, poses.BAG_OF_CLASSES_ACCURACY),
+        (pointers.pointer_columns, pointers.CELLS - 1, pointers.BAG_OF_GLYPHS_ACCURACY),
+    ],
+)
+def test_without_positions_the_most_frequent_class_is_right_as_often_as_stated(columns, others, expected):
+    """The sweeps state the same as their `chance`."""
+    exact = 0.0
+    for first, second, third in itertools.product(range(others + 1), repeat=3):
+        if (fourth := others - first - second - third) >= 0:
+            counts = (first, second, third, fourth)
+            exact += math.factorial(others) / math.prod(map(math.factorial, counts)) * max(counts) / 4**others
+    assert exact / others == pytest.approx(expected, rel=1e-12)
+    drawn = columns("validation", 4000, 30)
+    classes, labels = drawn["features"][..., :4], drawn["labels"]
+    right = np.mean(classes.sum(axis=1).argmax(axis=1) == labels[labels != IGNORED_LABEL])
+    # Three standard errors of 4,000 samples.
+    assert right == pytest.approx(expected, abs=0.024)
+    sweep = yaml.safe_load((ROOT / "training" / "sweeps" / f"{columns.__module__.split('.')[-1]}.yaml").read_text())
+    assert sweep["chance"] == round(expected, 3)
 
 
 @pytest.mark.parametrize("largest", [0.0, 6.0])

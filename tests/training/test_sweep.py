@@ -289,6 +289,29 @@ def test_stored_evaluations_at_further_lengths_are_kept(swept, sweep_file, files
     assert sweeps.pick_stored([*lines[1:], longer], *run) == []
 
 
+def test_seeds_replace_those_of_the_sweep(tmp_path, capsys):
+    """In the place of its own seeds, before its rows without any, and with the models of their seed after another sweep."""
+
+    def flags(name, count):
+        path = ROOT / "training" / "sweeps" / f"{name}.yaml"
+        evaluate_sweep.main([str(path), "--mini", "--output_dir", str(tmp_path), "--seeds", str(count), "--dry_run"])
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    def values(lines, name):
+        return [line[line.index(name) + 1] for line in lines]
+
+    own = flags("encodings", 3)
+    assert len(own) == 39 and values(own, "--seed")[:4] == ["0", "1", "2", "0"]
+    assert values(flags("model_size", 5), "--seed") == [str(seed) for seed in range(5) for _ in range(4)]
+    after = flags("coordinates_256", 2)
+    assert values(after, "--seed") == ["0", "0", "1", "1"] * 2
+    assert [Path(source).parts[-2:] for source in values(after[4:], "--model_name_or_path")] == [
+        ("resolutions_liere", f"seed={seed},position_encoding=liere") for seed in (0, 0, 1, 1)
+    ]
+    with pytest.raises(InputError, match="--seeds 0; accepted: 1 or more"):
+        flags("encodings", 0)
+
+
 def test_processes_that_finish_at_once_leave_a_whole_file(tmp_path):
     code = (
         "import sys; from pathlib import Path; from training.common.records import write_text\n"

@@ -34,6 +34,8 @@ SCRIPTS = (
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "after", "mini")
 # Settings of the models that a comparison or a condition applies to.
 ROWS = "rows"
+# The setting that names the folder of the models that a run starts from.
+FROM = "model_name_or_path"
 COMPARE_KEYS = ("against", "against_condition", ROWS, "beside", "under", "metric", "within")
 # The Trainer's name.
 METRICS_FILE = "eval_results.json"
@@ -77,7 +79,7 @@ def _check_rows(name: str, sweep: dict[str, Any]) -> None:
                 f"{', '.join(COMPARE_KEYS[2:])}."
             )
     for row in combinations(sweep["train"]) if "after" in sweep else ():
-        if "model_name_or_path" not in row:
+        if FROM not in row:
             raise InputError(
                 f"{name}: train {row} after {sweep['after']}; accepted: rows with the model_name_or_path of one of its "
                 "folders."
@@ -87,6 +89,21 @@ def _check_rows(name: str, sweep: dict[str, Any]) -> None:
 def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """All combinations of one entry of every list, each as one dictionary."""
     return [{key: value for entry in choice for key, value in entry.items()} for choice in itertools.product(*axes)]
+
+
+def with_seeds(sweep: dict[str, Any], count: int) -> dict[str, Any]:
+    """
+    The sweep with seeds 0 … count − 1 in the place of its own ones, if any. Runs that start from models of another sweep
+    start from those of their seed.
+    """
+    seeds = [{"seed": seed} for seed in range(count)]
+    own = [all(entry.keys() == {"seed"} for entry in axis) for axis in sweep["train"]]
+    if any(own):
+        return {**sweep, "train": [seeds if is_own else axis for is_own, axis in zip(own, sweep["train"])]}
+    if "after" not in sweep:
+        return {**sweep, "train": [seeds, *sweep["train"]]}
+    rows = [{**seed, **row} for seed in seeds for row in combinations(sweep["train"])]
+    return {**sweep, "train": [[{**row, FROM: f"seed={row['seed']},{row[FROM]}"} for row in rows]]}
 
 
 def conditions_of(sweep: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -105,7 +122,7 @@ def is_one_of(settings: dict[str, Any], entry: dict[str, Any]) -> bool:
 
 def slug(settings: dict[str, Any]) -> str:
     """The name of a run's folder. The source of the weights is only among its flags."""
-    return ",".join(f"{name}={value}" for name, value in settings.items() if name != "model_name_or_path")
+    return ",".join(f"{name}={value}" for name, value in settings.items() if name != FROM)
 
 
 def train_and_evaluate(
