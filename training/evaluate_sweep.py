@@ -84,11 +84,7 @@ def main(arguments: list[str] | None = None) -> Path:
 
 def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_dir: Path, command: list[str]) -> Path:
     """Runs a sweep after the one whose models it starts from, if any; returns the file of its results."""
-    sweep = read_sweep(file, given.mini)
-    if given.seeds is not None:
-        if given.seeds < 1:
-            raise InputError(f"--seeds {given.seeds}; accepted: 1 or more.")
-        sweep = with_seeds(sweep, given.seeds)
+    sweep = with_seeds(read_sweep(file, given.mini), given.seeds)
     if given.recipe and file == given.sweep:
         sweep["recipe"] = given.recipe
     if "after" in sweep and given.part != (1, 1):

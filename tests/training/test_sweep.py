@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -290,7 +291,7 @@ def test_stored_evaluations_at_further_lengths_are_kept(swept, sweep_file, files
 
 
 def test_seeds_replace_those_of_the_sweep(tmp_path, capsys):
-    """In the place of its own seeds, before its rows without any, and with the models of their seed after another sweep."""
+    """In the place of its own seeds, before rows without any, and from models of their seed after another sweep."""
 
     def flags(name, count):
         path = ROOT / "training" / "sweeps" / f"{name}.yaml"

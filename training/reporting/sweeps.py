@@ -91,11 +91,18 @@ def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [{key: value for entry in choice for key, value in entry.items()} for choice in itertools.product(*axes)]
 
 
-def with_seeds(sweep: dict[str, Any], count: int) -> dict[str, Any]:
+def with_seeds(sweep: dict[str, Any], count: int | None) -> dict[str, Any]:
     """
-    The sweep with seeds 0 … count − 1 in the place of its own ones, if any. Runs that start from models of another sweep
-    start from those of their seed.
+    The sweep with seeds 0 … count − 1 in the place of its own, if any; unchanged for `None`. Runs that start from models
+    of another sweep start from those of their seed.
+
+    Raises:
+        InputError: for a count below 1.
     """
+    if count is None:
+        return sweep
+    if count < 1:
+        raise InputError(f"--seeds {count}; accepted: 1 or more.")
     seeds = [{"seed": seed} for seed in range(count)]
     own = [all(entry.keys() == {"seed"} for entry in axis) for axis in sweep["train"]]
     if any(own):
