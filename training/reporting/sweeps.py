@@ -93,8 +93,8 @@ def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def with_seeds(sweep: dict[str, Any], count: int | None) -> dict[str, Any]:
     """
-    The sweep with seeds 0 … count − 1 in the place of its own, if any; unchanged for `None`. Runs that start from models
-    of another sweep start from those of their seed.
+    The sweep with seeds 0 … count − 1 in the place of its own, if any; unchanged for `None`. Runs that start from
+    models of another sweep start from those of their seed.
 
     Raises:
         InputError: for a count below 1.
