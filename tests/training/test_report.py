@@ -429,6 +429,11 @@ def test_sentences_name_rows_by_what_tells_them_apart():
     ]
 
 
+def test_all_releases_that_ran_are_named():
+    releases = [{"device": "cpu", "libraries": {"torch": "2.14.1", "transformers": name}} for name in ("5.23", "5.24")]
+    assert sections._machine([*releases, *releases]) == "cpu, torch 2.14.1, transformers 5.23 or 5.24"
+
+
 def test_numbers_of_seeds_in_a_row_are_ranges():
     assert sections._ranges([0, 1, 2]) == "0, 1, 2" and sections._ranges([0, 1, 2, 3, 7]) == "0 – 3, 7"
 

@@ -153,9 +153,9 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
 def _machine(environments: list[dict[str, Any]]) -> str:
     devices = (given.get("accelerator") or given.get("device", "") for given in environments)
     libraries = [given.get("libraries", {}) for given in environments]
-    torch, transformers = ((some.get(name) for some in libraries) for name in ("torch", "transformers"))
-    named = [" or ".join(map(str, dict.fromkeys(some))) for some in (devices, torch, transformers)]
-    return f"{named[0]}, torch {named[1]}, transformers {named[2]}"
+    versions = [[some.get(name) for some in libraries] for name in ("torch", "transformers")]
+    device, torch, transformers = (" or ".join(map(str, dict.fromkeys(some))) for some in (devices, *versions))
+    return f"{device}, torch {torch}, transformers {transformers}"
 
 
 def _ranges(numbers: list[int]) -> str:
