@@ -359,10 +359,12 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     )
     said = conclusions.conclude(found, table(20))
     assert said.startswith(
-        "Solved with more seeds than Axial RoPE (10 of 20): LieRE8 20 of 20. Equality with Axial RoPE "
+        "Solved by more seeds than with Axial RoPE (10 of 20): LieRE8 20 of 20. Equality with Axial "
     )
     # What follows from the share is not said again.
-    assert "Examples until then" not in said
+    assert "Examples until solved" not in said
+    _, text = comparisons.tests_table(found, table(20))
+    assert "| +50% of the seeds, p = 0.0" in text and "| 500 against not reached, p " in text
     assert "20 of 20" in said and "| +50% of the seeds, p = 0.0" in (
         text := comparisons.tests_table(found, table(20))[1]
     )
@@ -409,6 +411,42 @@ def test_many_rows_that_no_test_tells_apart_are_counted():
         assert conclusions.conclude(comparisons.make_comparisons(sweep, table), table).endswith(said)
 
 
+def test_tests_of_one_pair_with_different_results_are_told_apart():
+    """Resolved as trained, open under another condition."""
+    settings = [{"position_encoding": name} for name in ("absolute", "liere")]
+    table = cells_of("encodings", settings, (0.5, 0.9), 5)
+    smaller = cells_of("encodings", settings, (0.5, 0.5), 5)
+    table = {row: {**cells, "image_size 16": smaller[row]["as trained"]} for row, cells in table.items()}
+    sweep = {"compare": [{"against": {"position_encoding": "absolute"}, "within": 0.001}]}
+    said = conclusions.conclude(comparisons.make_comparisons(sweep, table), table)
+    assert said.startswith("Against Absolute, better: LieRE8 +")
+    assert said.endswith(" Not resolved: LieRE8 against Absolute (image_size 16).")
+    for where in ("", ", image_size 16"):
+        assert f"Equality with Absolute within ±0.1 points{where} is shown of no row." in said
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        ("image_size 16", "coordinates fixed_grid, image_size 16", "With coordinates fixed_grid (image_size 16)"),
+        ("as trained", "image_size 16", "With image_size 16"),
+        ("evaluation_offset 0", "evaluation_offset 1", "With evaluation_offset 1 instead of evaluation_offset 0"),
+        ("coordinates train_grid, image_size 16", "image_size 16", "Without coordinates train_grid (image_size 16)"),
+        ("image_size 16", "as trained", "Without image_size 16"),
+    ],
+)
+def test_changes_of_a_condition_in_words(before, after, said):
+    assert conclusions._change(before, after) == said
+
+
+def test_rows_that_are_always_right_have_the_same_answers():
+    settings = [{"position_encoding": name} for name in ("absolute", "liere")]
+    table = cells_of("encodings", settings, (1.0, 1.0), 5)
+    found = comparisons.make_comparisons({"compare": [{"against": {"position_encoding": "absolute"}}]}, table)
+    assert conclusions.conclude(found, table) == "Against Absolute, same answers: LieRE8."
+    assert "| unchanged |" in comparisons.tests_table(found, table)[1]
+
+
 def test_sentences_name_rows_by_what_tells_them_apart():
     rows = (
         "Absolute, image_size 48",
@@ -448,6 +486,8 @@ def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
     found = comparisons.make_comparisons(sweep, table)
     p_values = {each.row: (each.test.p_value, each.p_value) for each in found.made if each.kind == "examples"}
     (alone, corrected), (equal, _) = p_values["RoPE-Mixed"], p_values["LieRE8"]
+    said = conclusions.conclude(found, table)
+    assert said == "Examples until solved, against Axial RoPE (1,000): RoPE-Mixed 500. Resolved: 1 of 3 tests."
     # Shares are equal for both.
     assert found.distinct == 3 and alone < 1e-6 < 1 == equal and corrected == pytest.approx(3 * alone)
 
@@ -480,6 +520,7 @@ def test_losses_of_documents_are_compared_by_their_tokens(tmp_path):
         [entry["metrics"]["eval_perplexity"] for entry in lines[:5]], rel=1e-3
     )
     found = comparisons.make_comparisons({"compare": [{"against": {"position_encoding": "none"}}]}, table)
+    assert ", better: RoPE-Mixed −" in conclusions.conclude(found, table)
     # Documents differ by 1.4 and models by 0.02, which only pairs resolve.
     assert found.made[0].resolved and found.made[0].test.difference.mean == pytest.approx(-0.02, abs=0.005)
 

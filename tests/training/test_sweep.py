@@ -311,6 +311,8 @@ def test_seeds_replace_those_of_the_sweep(tmp_path, capsys):
     ]
     with pytest.raises(InputError, match="--seeds 0; accepted: 1 or more"):
         flags("encodings", 0)
+    with pytest.raises(InputError, match="this sweep has {.*'seed': 0.*}; accepted: entries whose only setting is the"):
+        flags("dinov3", 5)
 
 
 def test_processes_that_finish_at_once_leave_a_whole_file(tmp_path):

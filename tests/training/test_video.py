@@ -585,13 +585,14 @@ def test_the_label_is_the_class_of_a_distance_in_millimetres():
         assert label == sum(distance > bound for bound in bodies.BOUNDS)
         steps.append(tuple(sorted(np.abs(second - first))))
         labels.append(label)
+    # Three standard errors of two thousand volumes.
+    assert np.bincount(labels) / 2000 == pytest.approx(0.25, abs=0.03)
     # Axes are alike, so that the steps in ascending order are all that the volume tells.
     drawn = np.exp(np.random.default_rng(0).uniform(*np.log(bodies.EXTENTS), (20000, 3)))
     probable = {
         step: np.bincount(np.searchsorted(bodies.BOUNDS, np.linalg.norm(drawn * step, axis=1))).argmax()
         for step in set(steps)
     }
-    # Three standard errors of two thousand volumes.
     guesses = np.mean([probable[step] == label for step, label in zip(steps, labels)])
     assert guesses == pytest.approx(bodies.BLIND_ACCURACY, abs=0.034)
     with pytest.raises(ValueError, match="Bodies of 18 px cannot be drawn; accepted: multiples of 4 px from 16 on"):

@@ -89,7 +89,7 @@ class Comparisons:
         named: the number of pairs of rows under a condition that the sweep names.
         distinct: the number of different tests among those that were made.
         resolved: the number of these that are significant.
-        at_chance: baselines that were left out, and other rows at chance.
+        at_chance: rows at chance under the first condition. Baselines at chance are left out.
         solved_at: the accuracy from which a task counts as solved, if its outcomes have two modes.
     """
 

@@ -53,26 +53,37 @@ def _resolved(found: Comparisons, table: Table, names: Names) -> list[str]:
     groups: dict[tuple, list[Comparison]] = defaultdict(list)
     for one in found.made:
         groups[one.against, one.question].append(one)
-    by_share = {(one.row, one.against) for one in found.made if one.kind == "share" and one.resolved}
+    by_share = {(one.row, one.against, one.column) for one in found.made if one.kind == "share" and one.resolved}
     parts = []
     for some in groups.values():
         kind = some[0].kind
         # Rows that solve a task less often also take longer.
-        told = [one for one in some if kind != "examples" or (one.row, one.against) not in by_share]
-        parts.append(SENTENCES[kind](told, found, table, names))
-    resolved = [one for one in found.made if one.resolved]
-    open_ones = [one for one in found.made if not one.resolved and not one.unchanged]
+        told = [one for one in some if kind != "examples" or (one.row, one.against, one.column) not in by_share]
+        parts += [SENTENCES[kind](told, found, table, names)] if told else []
+    differences = [one for one in found.made if one.kind != "equal"]
+    resolved = [one for one in differences if one.resolved]
+    open_ones = [one for one in differences if not one.resolved and not one.unchanged]
     if open_ones and not resolved:
         parts.append(f"No difference is resolved (tests: {found.distinct}).")
     elif len(open_ones) <= MOST_UNRESOLVED:
-        pairs = [
-            f"{names[one.row]} {f'against {names[one.against]}' if one.against in names else f'with {one.column}'}"
-            for one in open_ones
-        ]
-        parts += [f"Not resolved: {', '.join(dict.fromkeys(pairs))}."] if pairs else []
+        parts += [f"Not resolved: {', '.join(_pair(one, names) for one in open_ones)}."] if open_ones else []
     else:
         parts.append(f"Resolved: {found.resolved} of {found.distinct} tests.")
     return parts
+
+
+def _pair(one: Comparison, names: Names) -> str:
+    """Both sides of a test, with what tells it from other tests of them."""
+    what = {"share": "share of seeds", "examples": "examples until solved"}.get(one.kind, "")
+    pair, column = f"{names[one.row]} with {one.column}", ""
+    if one.against in names:
+        pair, column = f"{names[one.row]} against {names[one.against]}", one.column
+    about = ", ".join(filter(None, (what, _of(one), "" if column == AS_TRAINED else column)))
+    return f"{pair} ({about})" if about else pair
+
+
+def _of(one: Comparison) -> str:
+    return (one.metric or "").removeprefix("eval_")
 
 
 def _means(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
@@ -85,18 +96,24 @@ def _means(some: list[Comparison], found: Comparisons, table: Table, names: Name
             groups["better" if (one.test.difference.mean < 0) == lower else "worse"].append(one)
     unit = " points" if cell.metric() == "eval_accuracy" else ""
     said = [f"{name}: {_by_size(rows, table, names)}{unit}" for name, rows in groups.items() if rows]
-    if some[0].against not in columns_of(table):
-        metric = f" ({some[0].metric.removeprefix('eval_')})" if some[0].metric else ""
-        where = "" if column == AS_TRAINED else f", {column}"
-        return f"Against {names[some[0].against]}{where}{metric}, {'; '.join(said)}." if said else ""
     if same := [names[one.row] for one in some if one.unchanged]:
-        said.append(f"no answer of {_listed(same, 'and')} changes")
-    changed, base = column.split(", "), some[0].against.split(", ")
-    instead, shared = ([part for part in base if (part in changed) == kept] for kept in (False, True))
-    title = ", ".join(part for part in changed if part not in base)
-    title += f" instead of {', '.join(instead)}" if instead and instead != [AS_TRAINED] else ""
-    title += f" ({', '.join(shared)})" if shared else ""
-    return f"With {title}, {'; '.join(said)}." if said else ""
+        said.append(f"same answers: {_listed(same)}")
+    if some[0].against in names:
+        title = f"Against {names[some[0].against]}{'' if column == AS_TRAINED else f', {column}'}"
+    else:
+        title = _change(some[0].against, column)
+    metric = f" ({_of(some[0])})" if some[0].metric else ""
+    return f"{title}{metric}, {'; '.join(said)}." if said else ""
+
+
+def _change(before: str, after: str) -> str:
+    """Of two conditions, what differs and, in parentheses, what both have."""
+    old, new = ([part for part in each.split(", ") if part != AS_TRAINED] for each in (before, after))
+    added, gone = [part for part in new if part not in old], [part for part in old if part not in new]
+    title = f"With {', '.join(added)}" if added else f"Without {', '.join(gone)}"
+    title += f" instead of {', '.join(gone)}" if added and gone else ""
+    shared = [part for part in new if part in old]
+    return f"{title} ({', '.join(shared)})" if shared else title
 
 
 def _by_size(some: list[Comparison], table: Table, names: Names) -> str:
@@ -118,28 +135,23 @@ def _shares(some: list[Comparison], found: Comparisons, table: Table, names: Nam
         rows = [one.row for one in some if one.resolved and sign * one.test.difference.mean > 0]
         if rows:
             by = ", ".join(f"{names[row]} {counts[row]}" for row in rows)
-            said.append(f"with {word} seeds than {base}: {by}")
+            said.append(f"by {word} seeds than with {base}: {by}")
     where = "Solved" if column == AS_TRAINED else f"With {column}, solved"
     return f"{where} {'; '.join(said)}." if said else ""
 
 
 def _durations(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
-    """Rows that solve the task after more or fewer examples than one of them."""
-    said = []
-    for word, sign in (("fewer", -1), ("more", 1)):
-        rows = [one.row for one in some if one.resolved and sign * one.test.difference.mean > 0]
-        if rows:
-            said.append(f"{word}: {', '.join(f'{names[row]} {median_until(table[row], found)}' for row in rows)}")
-    if not said:
-        return ""
+    """Rows that solve the task after other numbers of examples than one of them, with the medians."""
+    rows = [f"{names[one.row]} {median_until(table[one.row], found)}" for one in some if one.resolved]
     base = some[0].against
-    return f"Examples until then, against {names[base]} ({median_until(table[base], found)}), {'; '.join(said)}."
+    median = median_until(table[base], found)
+    return f"Examples until solved, against {names[base]} ({median}): {', '.join(rows)}." if rows else ""
 
 
 def _equal(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
     rows, cell = [names[one.row] for one in some if one.resolved], some[0].cell(table)
     unit = " points" if cell.metric() == "eval_accuracy" else ""
-    within = f"{names[some[0].against]} within {margin(some[0].margin, cell)}{unit}"
+    within = f"{names.get(some[0].against, some[0].against)} within {margin(some[0].margin, cell)}{unit}"
     where = "" if some[0].column == AS_TRAINED else f", {some[0].column}"
     if rows:
         return f"Equal to {within}{where}: {', '.join(rows)}."
@@ -152,23 +164,23 @@ SENTENCES = {"mean": _means, "share": _shares, "examples": _durations, "equal": 
 def who_solves(table: Table, goal: float, names: Names) -> str:
     """The rows that every seed solves, some or none."""
     groups: dict[str, list[str]] = {"every seed": [], "some seeds": [], "no seed": []}
+    column = columns_of(table)[0]
     for row, cells in table.items():
-        seeds = solved(next(iter(cells.values())), goal)
-        name = "every seed" if all(seeds) else "some seeds" if any(seeds) else "no seed"
-        groups[name].append(names[row] + (f" {sum(seeds)} of {len(seeds)}" if name == "some seeds" else ""))
+        if column in cells:
+            seeds = solved(cells[column], goal)
+            name = "every seed" if all(seeds) else "some seeds" if any(seeds) else "no seed"
+            groups[name].append(names[row] + (f" {sum(seeds)} of {len(seeds)}" if name == "some seeds" else ""))
     rest = [name for name, some in groups.items() if some]
     if len(rest) > 1 and "no seed" in rest:
         groups["no seed"] = ["the other" if len(groups["no seed"]) == 1 else f"the other {len(groups['no seed'])}"]
     by = "; by ".join(f"{name}: {_listed(groups[name])}" for name in rest)
-    column = columns_of(table)[0]
     return f"Solved ({goal:.0%} or more{'' if column == AS_TRAINED else f', {column}'}) by {by}."
 
 
-def _listed(names: list[str], last: str = "") -> str:
+def _listed(names: list[str]) -> str:
     """The first of many names."""
-    if len(names) > MOST_LISTED:
-        return f"{', '.join(names[:MOST_LISTED])} and {len(names) - MOST_LISTED} more"
-    return f"{', '.join(names[:-1])} {last} {names[-1]}" if last and len(names) > 1 else ", ".join(names)
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more
 
 
 def _best(table: Table, names: Names) -> str:

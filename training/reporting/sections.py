@@ -216,7 +216,8 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Par
             ours, papers = ([some.get(name) for name in (AS_TRAINED, column)] for some in (cells, figures.get(row, {})))
             if all(ours) and ours[0].mean:
                 known[row] = drop(*(cell.mean for cell in ours))
-                seeds = map(drop, *(cell.by_seed().values() for cell in ours))
+                before, after = (cell.by_seed() for cell in ours)
+                seeds = [drop(before[seed], after[seed]) for seed in before if seed in after and before[seed]]
                 line.append(_with_seeds(known[row], seeds, _percent))
             else:
                 line.append("–")

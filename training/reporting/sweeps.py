@@ -78,6 +78,8 @@ def _check_rows(name: str, sweep: dict[str, Any]) -> None:
                 f"{name}: compare {entry}; accepted: {' or '.join(COMPARE_KEYS[:2])}, with others of "
                 f"{', '.join(COMPARE_KEYS[2:])}."
             )
+        if "against_condition" in entry and "solved_at" in sweep:
+            raise InputError(f"{name}: compare {entry} with solved_at; accepted: against, or without solved_at.")
     for row in combinations(sweep["train"]) if "after" in sweep else ():
         if FROM not in row:
             raise InputError(
@@ -97,7 +99,7 @@ def with_seeds(sweep: dict[str, Any], count: int | None) -> dict[str, Any]:
     models of another sweep start from those of their seed.
 
     Raises:
-        InputError: for a count below 1.
+        InputError: for a count below 1, or for seeds that belong to other settings.
     """
     if count is None:
         return sweep
@@ -105,6 +107,11 @@ def with_seeds(sweep: dict[str, Any], count: int | None) -> dict[str, Any]:
         raise InputError(f"--seeds {count}; accepted: 1 or more.")
     seeds = [{"seed": seed} for seed in range(count)]
     own = [all(entry.keys() == {"seed"} for entry in axis) for axis in sweep["train"]]
+    tied = [entry for is_own, axis in zip(own, sweep["train"]) if not is_own for entry in axis if "seed" in entry]
+    if tied:
+        raise InputError(
+            f"--seeds {count}: this sweep has {tied[0]}; accepted: entries whose only setting is the seed."
+        )
     if any(own):
         return {**sweep, "train": [seeds if is_own else axis for is_own, axis in zip(own, sweep["train"])]}
     if "after" not in sweep:
