@@ -404,11 +404,11 @@ def test_many_rows_that_no_test_tells_apart_are_counted():
     sweep = {"compare": [{"against": {"position_encoding": "absolute"}}]}
     for shares, said in (
         ((0.5, 0.9, 0.5, 0.5, 0.5), " points. Resolved: 1 of 4 tests."),
-        ((0.5, 0.5, 0.5, 0.5, 0.5), "No difference is resolved (tests: 4)."),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), "No difference is resolved (tests: 4). Highest mean accuracy: "),
         ((0.5, 0.9, 0.9, 0.9, 0.5), " points. Not resolved: ComRoPE-LD against Absolute."),
     ):
         table = cells_of("encodings", settings, shares, 5)
-        assert conclusions.conclude(comparisons.make_comparisons(sweep, table), table).endswith(said)
+        assert said in conclusions.conclude(comparisons.make_comparisons(sweep, table), table)
 
 
 def test_tests_of_one_pair_with_different_results_are_told_apart():

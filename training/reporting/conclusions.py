@@ -18,6 +18,8 @@ Names = dict[str, str]
 def conclude(found: Comparisons, table: Table) -> str:
     names = names_in_prose(table)
     parts = _resolved(found, table, names)
+    if found.made and found.solved_at is None and not any(one.resolved for one in found.made):
+        parts.append(_best(table, names))
     seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
     if not found.made:
         if seeds[0] < found.fewest_seeds:
