@@ -7,8 +7,8 @@ models of the sweep comrope_block_size:
 
 LieRE Figures 10 to 12, attention maps of all models of the sweep arrows, a row for each model, a column for each layer:
 
-    python training/inspect_sweep.py outputs/arrows_sweep --image outputs/arrow.png --image_sizes 108 276 \
-        --output_dir outputs/attention
+    python training/inspect_sweep.py outputs/arrows_sweep --image outputs/arrows/puzzles/0_left.png \
+        --image_sizes 108 276 --output_dir outputs/attention
 
 Writes angle_matrices.md and angle_matrices.png, and attention_<size>.png for every size.
 """

@@ -18,8 +18,6 @@ Names = dict[str, str]
 def conclude(found: Comparisons, table: Table) -> str:
     names = names_in_prose(table)
     parts = _resolved(found, table, names)
-    if found.made and found.solved_at is None and not any(one.resolved for one in found.made):
-        parts.append(_best(table, names))
     seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
     if not found.made:
         if seeds[0] < found.fewest_seeds:
@@ -67,6 +65,7 @@ def _resolved(found: Comparisons, table: Table, names: Names) -> list[str]:
     open_ones = [one for one in differences if not one.resolved and not one.unchanged]
     if open_ones and not resolved:
         parts.append(f"No difference is resolved (tests: {found.distinct}).")
+        parts += [_best(table, names)] if found.solved_at is None else []
     elif len(open_ones) <= MOST_UNRESOLVED:
         parts += [f"Not resolved: {', '.join(_pair(one, names) for one in open_ones)}."] if open_ones else []
     else:
