@@ -29,9 +29,9 @@ from training.reporting.sections import section, title_of
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
 REPORT = "report.md"
 HOW_TO_READ = """
-This page lists the results of sweeps. The bold sentence above a table summarises the table and is
-generated from its tests. Accuracies are means over seeds, in percent, with the single seeds below them. Pictures show
-single seeds as small circles.
+This page lists the results of sweeps. The bold paragraph of a section says what its tests resolve, or what its table
+shows if nothing was tested. Accuracies are means over seeds, in percent, with the single seeds below them. Pictures
+show single seeds as small circles.
 
 **With fewer than five seeds** there are neither intervals nor tests.
 

@@ -11,11 +11,14 @@ from training.reporting.result_table import AS_TRAINED, LOWER_IS_BETTER, METRICS
 
 # Rows that a sentence names before it gives their number, and tests without a result that it names.
 MOST_LISTED, MOST_UNRESOLVED = 4, 2
+# How a setting begins that names the start of an encoding.
+START = "rotary_init "
 # Each row with its name in sentences.
 Names = dict[str, str]
 
 
 def conclude(found: Comparisons, table: Table) -> str:
+    """What the tests resolve, or why there are none and what the table shows without them, in one paragraph."""
     names = names_in_prose(table)
     parts = _resolved(found, table, names)
     seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
@@ -41,8 +44,12 @@ def names_in_prose(rows: Table) -> Names:
     for row, name in names.items():
         others = [set(settings[other]) for other in names if other != row and names[other] == name]
         # Where an encoding starts tells more than its coordinates.
-        order = sorted(settings[row], key=lambda setting: not setting.startswith("rotary_init "))
-        subsets = (some for size in range(len(order) + 1) for some in combinations(order, size))
+        order = sorted(settings[row], key=lambda setting: not setting.startswith(START))
+        # Beside a row that names no start, as it has its own, others name theirs.
+        is_named = all(any(setting.startswith(START) for setting in other) for other in others)
+        kept = () if is_named else tuple(setting for setting in order if setting.startswith(START))
+        rest = order[len(kept) :]
+        subsets = ((*kept, *some) for size in range(len(rest) + 1) for some in combinations(rest, size))
         telling = next((some for some in subsets if not any(set(some) <= other for other in others)), order)
         told[row] = f"{name} ({', '.join(telling)})" if telling else name
     return told
@@ -57,7 +64,7 @@ def _resolved(found: Comparisons, table: Table, names: Names) -> list[str]:
     parts = []
     for some in groups.values():
         kind = some[0].kind
-        # Rows that solve a task less often also take longer.
+        # That a row solves a task more or less often implies that it takes less or more time.
         told = [one for one in some if kind != "examples" or (one.row, one.against, one.column) not in by_share]
         parts += [SENTENCES[kind](told, found, table, names)] if told else []
     differences = [one for one in found.made if one.kind != "equal"]
@@ -142,11 +149,14 @@ def _shares(some: list[Comparison], found: Comparisons, table: Table, names: Nam
 
 
 def _durations(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
-    """Rows that solve the task after other numbers of examples than one of them, with the medians."""
-    rows = [f"{names[one.row]} {median_until(table[one.row], found)}" for one in some if one.resolved]
-    base = some[0].against
-    median = median_until(table[base], found)
-    return f"Examples until solved, against {names[base]} ({median}): {', '.join(rows)}." if rows else ""
+    """Rows that solve the task sooner or later than one of them, with the medians."""
+    base, said = some[0].against, []
+    for word, sign in (("sooner", -1), ("later", 1)):
+        rows = [one.row for one in some if one.resolved and sign * one.test.difference.mean > 0]
+        if rows:
+            said.append(f"{word}: {', '.join(f'{names[row]} {median_until(table[row], found)}' for row in rows)}")
+    title = f"Examples until solved, against {names[base]} ({median_until(table[base], found)})"
+    return f"{title}, {'; '.join(said)}." if said else ""
 
 
 def _equal(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
@@ -156,7 +166,7 @@ def _equal(some: list[Comparison], found: Comparisons, table: Table, names: Name
     where = "" if some[0].column == AS_TRAINED else f", {some[0].column}"
     if rows:
         return f"Equal to {within}{where}: {', '.join(rows)}."
-    return f"Equality with {within}{where} is shown of no row."
+    return f"Equality with {within}{where} is not shown for any row."
 
 
 SENTENCES = {"mean": _means, "share": _shares, "examples": _durations, "equal": _equal}
@@ -173,7 +183,9 @@ def who_solves(table: Table, goal: float, names: Names) -> str:
             groups[name].append(names[row] + (f" {sum(seeds)} of {len(seeds)}" if name == "some seeds" else ""))
     rest = [name for name, some in groups.items() if some]
     if len(rest) > 1 and "no seed" in rest:
-        groups["no seed"] = ["the other" if len(groups["no seed"]) == 1 else f"the other {len(groups['no seed'])}"]
+        groups["no seed"] = [
+            "the other row" if len(groups["no seed"]) == 1 else f"the other {len(groups['no seed'])} rows"
+        ]
     by = "; by ".join(f"{name}: {_listed(groups[name])}" for name in rest)
     return f"Solved ({goal:.0%} or more{'' if column == AS_TRAINED else f', {column}'}) by {by}."
 
@@ -200,7 +212,11 @@ def _best(table: Table, names: Names) -> str:
             for end in (0, -1)
         )
         where = "" if len(columns) == 1 else "as trained, " if column == AS_TRAINED else f"with {column}, "
-        parts.append(where + best + (f"; {'highest' if lower else 'lowest'}: {worst}" if len(columns) == 1 else ""))
+        parts.append(
+            where
+            + best
+            + (f"; {'highest' if lower else 'lowest'}: {worst}" if len(columns) == 1 and best != worst else "")
+        )
     if not parts:
         return ""
     metric = METRICS[next(iter(next(iter(table.values())).values())).metric()]

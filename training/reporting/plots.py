@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from training.reporting.conclusions import names_in_prose
 from training.reporting.result_table import AS_TRAINED, METRICS, SEEDS, Cell, Table, condition, method
 from training.reporting.significance import Interval
 
@@ -151,7 +152,7 @@ def _plot_rows(axes, table: Table, label: str) -> int:
         ]
         heights, cells = zip(*places)
         _draw(axes, heights, cells, label, STYLES[index % len(STYLES)], column, "", across=True)
-    axes.set_yticks(range(len(table)), [textwrap.fill(row, ROW_WIDTH) for row in table])
+    axes.set_yticks(range(len(table)), [textwrap.fill(row, ROW_WIDTH) for row in names_in_prose(table).values()])
     axes.set_ylim(len(table) - 0.5, -0.5)
     return len(conditions)
 

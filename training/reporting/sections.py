@@ -106,7 +106,9 @@ def _missing_models(results: list[dict[str, Any]], table: Table, common: list[st
             changed[row] = [f"{name} {value}" for name, value in differing.items() if name in hidden]
     missing = [f"{row} with {', '.join(differing)}" for row, differing in changed.items() if differing]
     for row, seeds in wanted.items():
-        left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
+        measured = set(next(iter(table[row].values())).by_seed()) if row in table else set()
+        # Sweeps without seeds may have run with --seeds.
+        left = set() if seeds == {None} and measured else seeds - measured
         named = sorted(left - {None})
         if left:
             seeds = f" (seed{'s' * (len(named) > 1)} {_ranges(named)})"
@@ -255,7 +257,7 @@ def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part |
             rows.append([row, *(_with_seeds(np.mean(values), values, _in_percent) for values in both)])
     if not rows:
         return None
-    said = f"Highest mean over seeds of the best epoch: {_first(highest)}."
+    said = f"Best epoch, mean over seeds: highest for {_first(highest)}."
     return said, markdown(["", "highest of all epochs", "last epoch"], rows, "---:")
 
 
