@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import numpy as np
 
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.rotary_fields import RotaryFields
-from training.reporting.markdown import markdown
+from training.reporting.markdown import markdown, minus
 from training.reporting.result_table import SEEDS, Cell, Table, condition
 from training.reporting.significance import (
     FEWEST_SEEDS,
@@ -67,6 +66,11 @@ class Comparison:
     def question(self) -> tuple[str, str, str | None, float | None]:
         """What is asked of rows: those with equal questions share a column and, against one row, a sentence."""
         return self.column, self.kind, self.metric, self.margin
+
+    @property
+    def named_metric(self) -> str:
+        """The metric in words, empty for the table's."""
+        return (self.metric or "").removeprefix("eval_")
 
     def cell(self, table: Table) -> Cell:
         """One with results in the unit of the comparison."""
@@ -308,11 +312,7 @@ def tests_table(found: Comparisons, table: Table) -> tuple[str, str] | None:
 def _heading(one: Comparison, table: Table) -> str:
     titles = {"mean": "", "share": ": share solved", "examples": ": examples until solved"}
     title = titles[one.kind] if one.margin is None else f": equivalence within {margin(one.margin, one.cell(table))}"
-    return f"{one.column}{title}{_of(one.metric)}"
-
-
-def _of(metric: str | None) -> str:
-    return f": {metric.removeprefix('eval_')}" if metric else ""
+    return f"{one.column}{title}{f': {one.named_metric}' if one.metric else ''}"
 
 
 def _shown(comparison: Comparison | None, found: Comparisons, table: Table) -> str:
@@ -338,24 +338,19 @@ def median_until(cells: dict[str, Cell], found: Comparisons) -> str:
 def difference(comparison: Comparison, cell: Cell) -> str:
     """The difference with its sign, in the unit of the metric or as a share of the seeds."""
     value = comparison.test.difference.mean
-    return _minus(f"{100 * value:+.0f}% of the seeds") if comparison.kind == "share" else _signed(value, cell)
+    return minus(f"{100 * value:+.0f}% of the seeds") if comparison.kind == "share" else _signed(value, cell)
 
 
 def _signed(value: float, cell: Cell) -> str:
     if cell.metric() == "eval_accuracy":
-        return _minus(f"{100 * value:+.1f}")
+        return minus(f"{100 * value:+.1f}")
     if cell.metric() == "eval_perplexity":
-        return _minus(f"{100 * math.expm1(value):+.1f}%")
-    return _minus(f"{value:+.3f}")
+        return minus(f"{100 * math.expm1(value):+.1f}%")
+    return minus(f"{value:+.3f}")
 
 
 def margin(value: float, cell: Cell) -> str:
     return _signed(value, cell).replace("+", "±")
-
-
-def _minus(text: str) -> str:
-    """The number with a minus sign, and zero without a sign."""
-    return (text if re.search("[1-9]", text) else text.lstrip("+-")).replace("-", "−")
 
 
 def _p_value(value: float) -> str:

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 
 from training.reporting.comparisons import Comparison, Comparisons, columns_of, difference, margin, median_until, solved
-from training.reporting.result_table import AS_TRAINED, LOWER_IS_BETTER, METRICS, Table
+from training.reporting.result_table import AS_TRAINED, LOWER_IS_BETTER, METRICS, Cell, Table
 
 
 # Rows that a sentence names before it gives their number, and tests without a result that it names.
@@ -86,12 +86,8 @@ def _pair(one: Comparison, names: Names) -> str:
     pair, column = f"{names[one.row]} with {one.column}", ""
     if one.against in names:
         pair, column = f"{names[one.row]} against {names[one.against]}", one.column
-    about = ", ".join(filter(None, (what, _of(one), "" if column == AS_TRAINED else column)))
+    about = ", ".join(filter(None, (what, one.named_metric, "" if column == AS_TRAINED else column)))
     return f"{pair} ({about})" if about else pair
-
-
-def _of(one: Comparison) -> str:
-    return (one.metric or "").removeprefix("eval_")
 
 
 def _means(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
@@ -102,7 +98,7 @@ def _means(some: list[Comparison], found: Comparisons, table: Table, names: Name
     for one in sorted(some, key=lambda one: one.test.difference.mean, reverse=not lower):
         if one.resolved:
             groups["better" if (one.test.difference.mean < 0) == lower else "worse"].append(one)
-    unit = " points" if cell.metric() == "eval_accuracy" else ""
+    unit = _unit(cell)
     said = [f"{name}: {_by_size(rows, table, names)}{unit}" for name, rows in groups.items() if rows]
     if same := [names[one.row] for one in some if one.unchanged]:
         said.append(f"same answers: {_listed(same)}")
@@ -110,7 +106,7 @@ def _means(some: list[Comparison], found: Comparisons, table: Table, names: Name
         title = f"Against {names[some[0].against]}{'' if column == AS_TRAINED else f', {column}'}"
     else:
         title = _change(some[0].against, column)
-    metric = f" ({_of(some[0])})" if some[0].metric else ""
+    metric = f" ({some[0].named_metric})" if some[0].metric else ""
     return f"{title}{metric}, {'; '.join(said)}." if said else ""
 
 
@@ -161,7 +157,7 @@ def _durations(some: list[Comparison], found: Comparisons, table: Table, names: 
 
 def _equal(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
     rows, cell = [names[one.row] for one in some if one.resolved], some[0].cell(table)
-    unit = " points" if cell.metric() == "eval_accuracy" else ""
+    unit = _unit(cell)
     within = f"{names.get(some[0].against, some[0].against)} within {margin(some[0].margin, cell)}{unit}"
     where = "" if some[0].column == AS_TRAINED else f", {some[0].column}"
     if rows:
@@ -188,6 +184,10 @@ def who_solves(table: Table, goal: float, names: Names) -> str:
         ]
     by = "; by ".join(f"{name}: {_listed(groups[name])}" for name in rest)
     return f"Solved ({goal:.0%} or more{'' if column == AS_TRAINED else f', {column}'}) by {by}."
+
+
+def _unit(cell: Cell) -> str:
+    return " points" if cell.metric() == "eval_accuracy" else ""
 
 
 def _listed(names: list[str]) -> str:
@@ -229,5 +229,5 @@ def _spread(table: Table) -> str:
     if not cells:
         return ""
     widest = max(float(np.ptp(list(cell.by_seed().values()))) for cell in cells)
-    unit = " points" if cells[0].metric() == "eval_accuracy" else ""
+    unit = _unit(cells[0])
     return f"Seeds of one row differ by up to {cells[0].number(widest)}{unit}."

@@ -16,7 +16,7 @@ from training.reporting.comparisons import (
     train_examples,
 )
 from training.reporting.conclusions import conclude
-from training.reporting.markdown import markdown
+from training.reporting.markdown import markdown, minus
 from training.reporting.result_table import (
     AS_IN_PAPER,
     AS_TRAINED,
@@ -233,7 +233,7 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Par
 
 
 def _percent(value: float) -> str:
-    return f"{value:.1f}%".replace("-0.0%", "0.0%").replace("-", "−")
+    return minus(f"{value:.1f}%")
 
 
 def _in_percent(value: float) -> str:

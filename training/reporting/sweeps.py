@@ -223,8 +223,8 @@ def pick_stored(
 def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str], output_dir: Path) -> list[str]:
     """Flags of one run, which starts from a model of the sweep before, if any, in its folder of `output_dir`."""
     if "after" in sweep:
-        source = output_dir / sweep["after"] / settings["model_name_or_path"]
-        settings = {**settings, "model_name_or_path": str(source)}
+        source = output_dir / sweep["after"] / settings[FROM]
+        settings = {**settings, FROM: str(source)}
     recipe = Path(sweep["recipe"])
     recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
     return [str(recipe), *passed, *to_flags({**settings, "do_eval": True}, _script(sweep).ARGUMENT_CLASSES)]
