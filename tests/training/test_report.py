@@ -371,6 +371,10 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
         "Not tested: 5 seeds, and a test needs 20. Solved (90% or more) by every "
     )
     assert "every seed: LieRE8; by some seeds: Axial RoPE 2 of 5." in said
+    unnamed = conclusions.conclude(comparisons.make_comparisons({"solved_at": 0.9}, table(20)), table(20))
+    assert unnamed.startswith(
+        "Not tested: no comparison with a row above chance is named. Solved (90% or more) by every"
+    )
 
 
 def test_margins_of_one_pair_are_separate_tests():

@@ -405,6 +405,13 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
             "compare {'rows': .*accepted: against or against_condition, with others of rows",
         ),
         (
+            {
+                **{"script": "image_classification", "recipe": "y", "train": [], "solved_at": 0.9},
+                "compare": [{"against": {"seed": 0}, "metric": "loss"}],
+            },
+            "'metric': 'loss'} with solved_at, which is an accuracy of rows; accepted: against without ",
+        ),
+        (
             {"script": "image_classification", "recipe": "y", "after": "x", "train": [[{"seed": 0}]]},
             "train {'seed': 0} after x; accepted: rows with the model_name_or_path",
         ),
@@ -447,6 +454,8 @@ def test_fine_tuned_towers_are_swept_too(files, tmp_path):
             assert (cell.mean, metrics["eval_accuracy_low"], metrics["eval_accuracy_high"]) == tuple(
                 entry[name] for name in ("accuracy", "accuracy_low", "accuracy_high")
             ), row
+            # Those of single images, for tests in pairs.
+            assert result_lines.correct_examples(cell.results[0]).mean() == pytest.approx(entry["accuracy"])
             # One seed has no interval.
             assert cell.interval is None
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "swept").rglob("resolutions.json")}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.numpy import save_file
 from transformers import (
     AutoModel,
     AutoModelForImageClassification,
@@ -28,6 +29,7 @@ from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    EXAMPLES_FILE,
     RESOLUTIONS_FILE,
     environment,
     remove_private,
@@ -233,17 +235,14 @@ class Comparison:
         trainer.eval_dataset = {
             str(size[0]): EvaluationImages(self.evaluation, self._view(size)) for size in self.eval_sizes
         }
-        metrics = trainer.evaluate()
-        results = [
-            {
-                "model": name,
-                "image_size": size[0],
-                "samples": len(self.evaluation),
-                **{measure: metrics[f"eval_{size[0]}_{measure}"] for measure in MEASURES},
-            }
-            for size in self.eval_sizes
-        ]
+        results, examples = [], {}
+        for size in trainer.eval_dataset:
+            metrics = trainer.evaluate(size)
+            measured = {measure: metrics[f"eval_{measure}"] for measure in MEASURES}
+            results.append({"model": name, "image_size": int(size), "samples": len(self.evaluation), **measured})
+            examples |= {f"{size}_{key}": values for key, values in trainer.compute_metrics.examples.items()}
         if trainer.is_world_process_zero():
+            save_file(examples, self.folders[name] / EXAMPLES_FILE)
             write_record(self.folders[name], RESOLUTIONS_FILE, {"resolutions": results})
         return results
 

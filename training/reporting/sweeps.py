@@ -78,8 +78,11 @@ def _check_rows(name: str, sweep: dict[str, Any]) -> None:
                 f"{name}: compare {entry}; accepted: {' or '.join(COMPARE_KEYS[:2])}, with others of "
                 f"{', '.join(COMPARE_KEYS[2:])}."
             )
-        if "against_condition" in entry and "solved_at" in sweep:
-            raise InputError(f"{name}: compare {entry} with solved_at; accepted: against, or without solved_at.")
+        if {"against_condition", "metric"} & set(entry) and "solved_at" in sweep:
+            raise InputError(
+                f"{name}: compare {entry} with solved_at, which is an accuracy of rows; accepted: against without "
+                "metric, or without solved_at."
+            )
     for row in combinations(sweep["train"]) if "after" in sweep else ():
         if FROM not in row:
             raise InputError(
@@ -193,13 +196,13 @@ def read_run(
         "environment": _read(model / ENVIRONMENT_FILE),
     }
     if (model / RESOLUTIONS_FILE).is_file():
-        return [{**shared, **evaluated} for evaluated in _read_sizes(model, shared["run"])]
+        return [{**shared, **evaluated} for evaluated in _read_sizes(model, shared["run"], _reports_losses(sweep))]
     places = [_condition_folder(folder, condition) for condition in conditions]
     if not all((_model_folder(place) / METRICS_FILE).is_file() for place in places):
         return []
     results = []
     for condition, place in zip(conditions, places, strict=True):
-        evaluated = _read_evaluation(place, _reports_losses(sweep))
+        evaluated = {"metrics": _read(place / METRICS_FILE), **_read_examples(place, _reports_losses(sweep))}
         further = _split_lengths(condition, evaluated["metrics"], place)
         results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
     return results
@@ -277,7 +280,7 @@ def _model_folder(folder: Path) -> Path:
     return next(folder.glob("*patched"), folder)
 
 
-def _read_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_sizes(folder: Path, run: dict[str, Any], with_losses: bool) -> list[dict[str, Any]]:
     """Conditions and metrics of a run that evaluates at several sizes."""
     return [
         {
@@ -286,8 +289,7 @@ def _read_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
             else {"image_size": entry["image_size"]},
             "metrics": {"eval_samples": entry["samples"]}
             | {f"eval_{name}": entry[name] for name in ("accuracy", "accuracy_low", "accuracy_high", "loss")},
-            "examples": None,
-            "correct": None,
+            **_read_examples(folder, with_losses, f"{entry['image_size']}_"),
         }
         for entry in _read(folder / RESOLUTIONS_FILE)["resolutions"]
     ]
@@ -302,7 +304,7 @@ def _split_lengths(condition: dict[str, Any], metrics: dict[str, float], folder:
         names = [name for name in metrics if name.startswith(prefix)]
         own = {f"eval_{name.removeprefix(prefix)}": metrics.pop(name) for name in names}
         given = {"condition": {**condition, "max_length": int(length)}, "metrics": own}
-        found.append(given | _read_examples(folder, f"{length}_"))
+        found.append(given | _read_examples(folder, True, f"{length}_"))
     return found
 
 
@@ -317,25 +319,16 @@ def _history(folder: Path) -> list[list[float]]:
     ]
 
 
-def _read_evaluation(folder: Path, with_losses: bool) -> dict[str, Any]:
-    evaluated = {"metrics": _read(folder / METRICS_FILE), "examples": None, "correct": None}
-    found = _read_examples(folder)
-    # Those of samples and documents are few, and perplexities are compared by them.
-    return evaluated | {
-        name: value for name, value in found.items() if with_losses or "sizes" in found or name != "losses"
-    }
-
-
-def _read_examples(folder: Path, prefix: str = "") -> dict[str, Any]:
+def _read_examples(folder: Path, with_losses: bool, prefix: str = "") -> dict[str, Any]:
     """What an evaluation left of single examples, or of samples and documents with several tokens, encoded."""
-    if not (folder / EXAMPLES_FILE).is_file():
-        return {}
-    arrays = load_file(folder / EXAMPLES_FILE)
-    found = {
-        name: encode_numbers(arrays[prefix + name]) for name in ("losses", "sizes", "right") if prefix + name in arrays
-    }
+    arrays = load_file(folder / EXAMPLES_FILE) if (folder / EXAMPLES_FILE).is_file() else {}
+    # Losses of samples and documents are few, and perplexities are compared by them.
+    names = ("losses", "sizes", "right") if with_losses or f"{prefix}sizes" in arrays else ()
+    found = {name: encode_numbers(arrays[prefix + name]) for name in names if prefix + name in arrays}
     ranks = arrays.get(f"{prefix}ranks")
-    return found if ranks is None else found | {"examples": len(ranks), "correct": encode_examples(ranks == 0)}
+    if ranks is None:
+        return {"examples": None, "correct": None} | found
+    return {"examples": len(ranks), "correct": encode_examples(ranks == 0)} | found
 
 
 def _read(path: Path) -> dict[str, Any]:
