@@ -837,6 +837,20 @@ def test_the_stored_report_is_made_from_the_stored_results(tmp_path):
         assert not re.search(r"[\s\"'=](/|~|\.\.)\w|localhost|root", told)
 
 
+def test_what_a_fine_tuned_checkpoint_is_and_for_how_long(results, tmp_path):
+    """Its record may contain its name alone, and flags may limit the steps. Bars in settings do not end a cell."""
+    _, lines = results
+    path = tmp_path / "towers.jsonl"
+    for entry in lines:
+        entry["run"] = entry["run"] | {"model": {"model_name_or_path": "outputs/tower"}}
+        entry["run"]["training"] = entry["run"]["training"] | {"max_steps": 30}
+        entry["settings"] = entry["settings"] | {"lora_targets": f"query|{entry['settings']['position_encoding']}"}
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+    text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
+    assert "Ours: tower; 30 steps in batches of 32; seeds 0, 1" in text and "epoch" not in text
+    assert "| LieRE8, lora_targets query\\|liere | " in text
+
+
 def test_below_five_seeds_the_stored_report_has_no_p_and_no_interval():
     """The papers' own, in their column and their paragraph, aside."""
     found = 0

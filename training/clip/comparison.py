@@ -206,6 +206,7 @@ class Comparison:
             write_record(folder, ENVIRONMENT_FILE, environment())
         if learning:
             metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+            metrics["parameters"] = sum(parameter.numel() for parameter in classifier.parameters())
             metrics["trained_parameters"] = learning
             trainer.log_metrics("train", metrics)
             trainer.save_metrics("train", metrics)

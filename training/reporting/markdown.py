@@ -6,7 +6,12 @@ import re
 def markdown(header: list[str], rows: list[list[str]], rule: str = "---") -> str:
     """A table whose first column is aligned to the left, and the others as `rule` says."""
     lines = [header, ["---", *[rule] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(escaped(cell) for cell in cells)} |" for cells in lines)
+
+
+def escaped(cell: str) -> str:
+    """A cell whose bars do not end it."""
+    return cell.replace("|", r"\|")
 
 
 def minus(text: str) -> str:

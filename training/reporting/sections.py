@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,8 @@ Part = tuple[str, str]
 def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
     numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
     seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
-    epochs, examples = num_epochs(results[0]), results[0]["metrics"]["eval_samples"]
-    budget = "".join(f"{part}, " for part in common) + f"{_count(epochs, 'epoch')}, {seeds}, {examples:,} examples"
-    return f"{folder}: {results[0]['sweep']} ({budget})"
+    parts = [*common, _duration(results[0]), seeds, f"{results[0]['metrics']['eval_samples']:,} examples"]
+    return f"{folder}: {results[0]['sweep']} ({', '.join(parts)})"
 
 
 def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
@@ -138,18 +138,27 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
     first = next((result for result in results if train_examples(result)), results[0])
     model, training = (first["run"].get(key, {}) for key in ("model", "training"))
     model = model.get("backbone_config") or model
+    # Of a checkpoint, the record may contain the name alone.
+    size = f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels"
+    examples = "" if training.get("max_steps", -1) > 0 else f" of {round(train_examples(first)):,} examples"
     processes = first["environment"].get("world_size", 1)
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
     parts = [
-        f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels",
+        Path(model["model_name_or_path"]).name if model.get("model_name_or_path") else size,
         *common,
-        f"{_count(num_epochs(first), 'epoch')} of {round(train_examples(first)):,} examples in batches of {batch}",
+        f"{_duration(first)}{examples} in batches of {batch}",
         f"seed{'s' * (len(seeds) > 1)} {_ranges(seeds)}",
         f"evaluated on {first['metrics']['eval_samples']:,} examples",
         _machine([result["environment"] for result in results]),
     ]
     return f"Ours: {'; '.join(parts)}.{_reach_of_examples(table)}"
+
+
+def _duration(result: dict[str, Any]) -> str:
+    """Of the training; its flags may limit the steps instead of the epochs."""
+    steps = result["run"].get("training", {}).get("max_steps", -1)
+    return _count(steps, "step") if steps > 0 else _count(num_epochs(result), "epoch")
 
 
 def _machine(environments: list[dict[str, Any]]) -> str:
