@@ -372,9 +372,7 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     )
     assert "every seed: LieRE8; by some seeds: Axial RoPE 2 of 5." in said
     unnamed = conclusions.conclude(comparisons.make_comparisons({"solved_at": 0.9}, table(20)), table(20))
-    assert unnamed.startswith(
-        "Not tested: no comparison with a row above chance is named. Solved (90% or more) by every"
-    )
+    assert unnamed.startswith("Not tested: the file of the sweep names no comparison. Solved (90% or more) by every")
 
 
 def test_margins_of_one_pair_are_separate_tests():
@@ -847,7 +845,7 @@ def test_what_a_fine_tuned_checkpoint_is_and_for_how_long(results, tmp_path):
         entry["settings"] = entry["settings"] | {"lora_targets": f"query|{entry['settings']['position_encoding']}"}
     path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
     text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
-    assert "Ours: tower; 30 steps in batches of 32; seeds 0, 1" in text and "epoch" not in text
+    assert "Ours: outputs/tower; 30 steps in batches of 32; seeds 0, 1" in text and "epoch" not in text
     assert "| LieRE8, lora_targets query\\|liere | " in text
 
 

@@ -206,7 +206,9 @@ class Comparison:
             write_record(folder, ENVIRONMENT_FILE, environment())
         if learning:
             metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-            metrics["parameters"] = sum(parameter.numel() for parameter in classifier.parameters())
+            # peft keeps the classifier that its copy replaces.
+            kept = (parameter for name, parameter in classifier.named_parameters() if "original_module." not in name)
+            metrics["parameters"] = sum(parameter.numel() for parameter in kept)
             metrics["trained_parameters"] = learning
             trainer.log_metrics("train", metrics)
             trainer.save_metrics("train", metrics)
@@ -238,8 +240,8 @@ class Comparison:
         }
         results, examples = [], {}
         for size in trainer.eval_dataset:
-            metrics = trainer.evaluate(size)
-            measured = {measure: metrics[f"eval_{measure}"] for measure in MEASURES}
+            metrics = trainer.evaluate(size, metric_key_prefix=f"eval_{size}")
+            measured = {measure: metrics[f"eval_{size}_{measure}"] for measure in MEASURES}
             results.append({"model": name, "image_size": int(size), "samples": len(self.evaluation), **measured})
             examples |= {f"{size}_{key}": values for key, values in trainer.compute_metrics.examples.items()}
         if trainer.is_world_process_zero():

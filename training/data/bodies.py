@@ -18,7 +18,7 @@ SPLITS = ("train", "validation")
 DEFAULT_SIZES = {"train": 102400, "validation": 1000}
 # Distances in mm that separate the classes.
 BOUNDS = (21.0, 32.0, 50.0)
-LABELS = (*(f"up to {bound:g} mm" for bound in BOUNDS), f"above {BOUNDS[-1]:g} mm")
+LABELS = ("up to 21 mm", "21 – 32 mm", "32 – 50 mm", "above 50 mm")
 # Slices, rows and columns of cells. A cell is one slice thick.
 GRID = 4
 # Least and largest extent of a cell on each axis, in mm. Its logarithm has a uniform distribution.

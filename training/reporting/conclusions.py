@@ -27,7 +27,8 @@ def conclude(found: Comparisons, table: Table) -> str:
             counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
             parts.append(f"Not tested: {counted}, and a test needs {found.fewest_seeds}.")
         else:
-            parts.append("Not tested: no comparison with a row above chance is named.")
+            only = ", or only with rows at chance" if found.at_chance else ""
+            parts.append(f"Not tested: the file of the sweep names no comparison{only}.")
         parts.append(_best(table, names) if found.solved_at is None else who_solves(table, found.solved_at, names))
         parts.append(_spread(table))
     elif seeds[0] < found.fewest_seeds:

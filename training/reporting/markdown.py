@@ -3,15 +3,14 @@
 import re
 
 
+# A bar that does not end its cell.
+BAR = r"\|"
+
+
 def markdown(header: list[str], rows: list[list[str]], rule: str = "---") -> str:
     """A table whose first column is aligned to the left, and the others as `rule` says."""
     lines = [header, ["---", *[rule] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(escaped(cell) for cell in cells)} |" for cells in lines)
-
-
-def escaped(cell: str) -> str:
-    """A cell whose bars do not end it."""
-    return cell.replace("|", r"\|")
+    return "\n".join(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |" for cells in lines)
 
 
 def minus(text: str) -> str:

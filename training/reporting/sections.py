@@ -1,8 +1,8 @@
 """The section of a report on one sweep: a table beside the paper's figures, tests between models, missing models."""
 
+import json
 import shlex
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,14 +138,16 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
     first = next((result for result in results if train_examples(result)), results[0])
     model, training = (first["run"].get(key, {}) for key in ("model", "training"))
     model = model.get("backbone_config") or model
-    # Of a checkpoint, the record may contain the name alone.
+    # The record of a tower may be the flags alone: the fields of a new one, or the name of a checkpoint.
+    if isinstance(tower := model.get("vision_config"), str):
+        model = json.loads(tower)
     size = f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels"
     examples = "" if training.get("max_steps", -1) > 0 else f" of {round(train_examples(first)):,} examples"
     processes = first["environment"].get("world_size", 1)
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
     parts = [
-        Path(model["model_name_or_path"]).name if model.get("model_name_or_path") else size,
+        model.get("model_name_or_path") or size,
         *common,
         f"{_duration(first)}{examples} in batches of {batch}",
         f"seed{'s' * (len(seeds) > 1)} {_ranges(seeds)}",
