@@ -251,6 +251,15 @@ def test_the_command_that_ran_is_the_one_that_is_told(results, tmp_path):
     assert f"    {told}\n" in text and text.count("evaluate_sweep.py") == 1
 
 
+def test_stored_results_that_are_read_are_written_as_they_were(results, tmp_path):
+    """Whatever the order in which lines have their entries."""
+    runs = ({"image_size": 32, "samples": 9}, {"samples": 8, "image_size": 64})
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    result_lines.write_results(first, [{**results[1][0], "run": run} for run in runs], as_changes=True)
+    result_lines.write_results(second, result_lines.read_results(first), as_changes=True)
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_epochs_to_the_baseline_are_those_of_figure_9(results, tmp_path):
     _, lines = results
     path = tmp_path / "encodings.jsonl"

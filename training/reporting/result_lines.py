@@ -110,10 +110,15 @@ def _select_keys(result: dict[str, Any]) -> dict[str, Any]:
 def _to_changes(lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     before: dict[str, Any] = {}
     for line in lines:
-        changes = _changes(before, line)
-        # Changes cannot express that an entry was removed; then write the whole line.
-        yield changes if before and _apply_changes(before, changes) == line else line
-        before = line
+        found = _apply_changes(before, _changes(before, line))
+        if before and found == line:
+            # In the order in which a reader finds the entries, so that a file that was read is written as it was.
+            yield _changes(before, found)
+            before = found
+        else:
+            # Changes cannot express that an entry was removed.
+            yield line
+            before = line
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
