@@ -45,10 +45,14 @@ class Classifier(nn.Module):
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return rotary_parameters(self)
 
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of all but the modules that peft keeps beside the copies that it trains."""
+        return ((name, value) for name, value in self.named_parameters() if "original_module." not in name)
+
     def head_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the linear classifier, or of the copy that peft trains."""
-        for name, parameter in self.named_parameters():
-            if HEAD in name and "original_module." not in name:
+        for name, parameter in self.own_parameters():
+            if HEAD in name:
                 yield name, parameter
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:

@@ -206,9 +206,7 @@ class Comparison:
             write_record(folder, ENVIRONMENT_FILE, environment())
         if learning:
             metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-            # peft keeps the classifier that its copy replaces.
-            kept = (parameter for name, parameter in classifier.named_parameters() if "original_module." not in name)
-            metrics["parameters"] = sum(parameter.numel() for parameter in kept)
+            metrics["parameters"] = sum(parameter.numel() for _, parameter in classifier.own_parameters())
             metrics["trained_parameters"] = learning
             trainer.log_metrics("train", metrics)
             trainer.save_metrics("train", metrics)
