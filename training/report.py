@@ -40,10 +40,10 @@ They estimate the effect of other seeds and other examples. Tests are t-tests th
 (Welch's degrees of freedom). The file of a sweep names the comparisons that are tested. "Holm" is p corrected for the
 number of distinct tests of the sweep. Baselines at chance are left out.
 
-**For some tasks the report counts the runs that solve them.** The files of their sweeps name the accuracy from which a run
-counts; runs may end anywhere below it. The report lists the share of seeds that reach it with the interval of Clopper and
-Pearson. From 20 seeds on, it adds Fisher's test of this share and the log-rank test of the examples until then. These
-compare how fast models learn.
+**For some tasks the report counts the runs that solve them.** The files of their sweeps name the accuracy from which
+a run counts; runs may end anywhere below it. The report lists the share of seeds that reach it with the interval of
+Clopper and Pearson. From 20 seeds on, it adds Fisher's test of this share and the log-rank test of the examples until
+then. These compare how fast models learn.
 
 **If all n examples are right**, an interval has no width. By the rule of three, 3/n of others could be wrong.
 """.strip()
