@@ -173,12 +173,15 @@ def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
         if math.isinf(diagnosis.error) or not diagnosis.position
         else f" ({diagnosis.error:.2g} rad at {_show_position(diagnosis)})"
     )
+    share = f"{math.floor(1000 * diagnosis.explained) / 10:g}% of the values"
+    part = f", which explains only {share}" if diagnosis.explained < 1 else ""
     lines = []
     for faults in diagnosis.causes:
-        lines.append(" and ".join(fault.name for fault in faults) + size)
+        lines.append(" and ".join(fault.name for fault in faults) + size + part)
         if indent:
             lines += [f"{indent}{fix}" for fix in dict.fromkeys(FIXES[fault.kind] for fault in faults)]
-    return lines or ["; ".join([*diagnosis.remarks, f"no fault that is known here explains it{size}"])]
+    right = f", {share} are right" if diagnosis.explained else ""
+    return lines or ["; ".join([*diagnosis.remarks, f"no fault that is known here explains it{size}{right}"])]
 
 
 def make_vectors(model: nn.Module) -> tuple[list[Vectors], list[str]]:

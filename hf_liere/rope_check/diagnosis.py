@@ -1,12 +1,13 @@
 """What is wrong with computed rotations: errors against float64, and the fault that explains them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from .faults import FIXES, Fault, find_faults
+from .faults import FIXES, HALF_TYPES, Fault, find_faults
 from .rotation import Rotation, compute_law
 from .spectrum import fit_bases
 
@@ -16,7 +17,7 @@ ALARM = 1e-3
 # Angles in float32 have a relative error of 2⁻²³ from the power of the base, and of 2⁻²⁴ each from its reciprocal and
 # from the product with the position.
 FLOAT32_ANGLE = 2.0**-22
-# The share of values that a fault has to explain; values near the middle of two numbers may round either way.
+# The share of values that a fault has to explain to be named; with others left it is named as a part of the cause.
 EXPLAINED = 0.98
 TENSORS = ("cos", "sin", "rotated_query", "rotated_key")
 
@@ -32,6 +33,7 @@ class Diagnosis:
         allowed: The error that is allowed there: [`ALARM`], and what float32 and the type of the output round.
         by_position: The largest error up to some positions, (position, error).
         causes: Every combination of faults that explains what was found; empty if it is right, or nothing explains it.
+        explained: The share of the values that the causes explain, or without causes, of those that are right.
         is_right: Whether no error is larger than allowed.
         remarks: What could not be compared, or is not finite.
     """
@@ -43,6 +45,7 @@ class Diagnosis:
     allowed: float = ALARM
     by_position: list[tuple[float, float]] = field(default_factory=list)
     causes: list[tuple[Fault, ...]] = field(default_factory=list)
+    explained: float = 1.0
     is_right: bool = True
     remarks: list[str] = field(default_factory=list)
 
@@ -62,15 +65,30 @@ class Evidence:
     states: Mapping[str, torch.Tensor]
     tensors: Mapping[str, torch.Tensor]
 
-    def measure(self, rotation: Rotation) -> "list[tuple[torch.Tensor, torch.Tensor]] | None":
+    @cached_property
+    def grids(self) -> dict[str, torch.dtype]:
+        """By name of a tensor, the coarsest half type that contains all its values, or its own type."""
+        return {
+            name: next((t for t in HALF_TYPES if torch.equal(value.to(t).to(value.dtype), value)), value.dtype)
+            for name, value in self.tensors.items()
+        }
+
+    def measure(
+        self, rotation: Rotation, grids: Collection[torch.dtype] = ()
+    ) -> "list[tuple[torch.Tensor, torch.Tensor]] | None":
         """
         (errors, allowed errors) in radians, (N, channels) each, against what a rotation computes; `None` if the shapes
         differ.
+
+        Args:
+            grids: Types that tensors may be rounded to whose values all lie in them, beside that of the rotation.
         """
         expected = rotation.compute(self.positions, self.states)
-        base = ALARM + FLOAT32_ANGLE * rotation.compute_angles(self.positions).abs()  # (N, planes)
+        base = ALARM + rotation.compute_noise(self.positions, FLOAT32_ANGLE)  # (N, planes)
+        accepted = {*grids, rotation.output_dtype}
         found = []
-        for names in (("cos", "sin"), ("rotated_query",), ("rotated_key",)):
+        # Of cos and sin in two types, each has to be right by itself.
+        for names in (("cos", "sin"), ("cos",), ("sin",), ("rotated_query",), ("rotated_key",)):
             names = [name for name in names if name in self.tensors]
             if not names:
                 continue
@@ -87,12 +105,17 @@ class Evidence:
                     return None
                 parts.append((given.double() - wanted).nan_to_num(math.inf))
             error = torch.stack(parts).square().sum(0).sqrt() / rotation.factor  # (N, channels)
-            margin = 2 * max(_epsilon(self.tensors[names[0]].dtype), _epsilon(rotation.output_dtype))
+            types = [self.tensors[name].dtype for name in names]
+            types += [self.grids[name] for name in names if self.grids[name] in accepted]
+            # cos and sin are off by half of this, and by as much again if the factor rounds by itself.
+            margin = max(map(_epsilon, types))
             if names[0].startswith("rotated"):
                 state = self.states[names[0].removeprefix("rotated_")].double()  # (N, head_dim)
-                # The length of the two channels of a plane.
-                error = error / state.square().mean(-1, keepdim=True).mul(2).sqrt()
-                # Two products and a sum round.
+                other = _other_channels(rotation)
+                # The plane's error, of both channels, by its length.
+                error = (error.square() + error[:, other].square()).sqrt()
+                error = error / (state.square() + state[:, other].square()).sqrt()
+                # cos and sin, two products and a sum round: (√2 + √2 + 1) / 2 at most.
                 margin *= 2
             # Channels that do not rotate have the plane −1.
             padded = torch.cat([base, torch.full_like(base[:, :1], ALARM)], 1)  # (N, planes + 1)
@@ -110,6 +133,14 @@ def _plane_of_channel(rotation: Rotation) -> list[int]:
         for channel in pair:
             planes[channel] = plane
     return planes
+
+
+def _other_channels(rotation: Rotation) -> list[int]:
+    """By channel of a head, the other one of its plane; itself where there is none."""
+    others = list(range(rotation.head_dim or 0))
+    for first, second in rotation.pairs or ():
+        others[first], others[second] = second, first
+    return others
 
 
 def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None = None) -> Diagnosis:
@@ -132,15 +163,17 @@ def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotati
         diagnosis.is_right, diagnosis.error = False, math.inf
     else:
         _describe_errors(diagnosis, evidence.positions, measured)
-    if not diagnosis.is_right:
-        diagnosis.causes = _explain(rotation, evidence, others, _share(measured))
-        kinds = {fault.kind for faults in diagnosis.causes for fault in faults}
-        if kinds == {"output type"}:
-            # As results in a half type, whose rounding is allowed for; the first type is the coarser one.
-            diagnosis.remarks.append(f"{diagnosis.causes[0][0].name}: {FIXES['output type']}")
-            diagnosis.causes, diagnosis.is_right = [], True
-        if kinds and measured is None:
-            diagnosis.remarks = []
+    if diagnosis.is_right:
+        return diagnosis
+    if _share(evidence.measure(rotation, HALF_TYPES)) == 1:
+        # As results in a half type, whose rounding is allowed for.
+        types = {HALF_TYPES[t] for t in evidence.grids.values() if t in HALF_TYPES}
+        diagnosis.remarks.append(f"results rounded to {' and '.join(sorted(types))}: {FIXES['output type']}")
+        diagnosis.is_right = True
+        return diagnosis
+    diagnosis.explained, diagnosis.causes = _explain(rotation, evidence, others, _share(measured))
+    if diagnosis.causes and measured is None:
+        diagnosis.remarks = []
     return diagnosis
 
 
@@ -163,23 +196,25 @@ def _largest(values: torch.Tensor, chosen: torch.Tensor) -> float:
 
 def _explain(
     rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None, known: float
-) -> list[tuple[Fault, ...]]:
+) -> tuple[float, list[tuple[Fault, ...]]]:
     """
-    The faults that explain the evidence best: one, or two if no single one does.
+    The faults that explain the evidence best, and the share of values that they explain: one, or two if no single one
+    explains all; then the single one that explains most.
 
     Args:
         known: The share of values that need no fault.
     """
     singles = list(find_faults(rotation, _propose_thetas(rotation, evidence), others))
-    found = _choose([(fault,) for fault in singles], evidence, known)
-    if found:
-        return found
+    single = _choose([(fault,) for fault in singles], evidence, known)
+    if single[0] == 1:
+        return single
     twice: list[tuple[Fault, ...]] = []
     for fault in singles:
         thetas = _propose_thetas(fault.rotation, evidence)
         # Each pair once; a base is looked for after the other fault, which may hide it.
         twice += [(fault, other) for other in find_faults(fault.rotation, thetas) if _order(other) > _order(fault)]
-    return _choose(twice, evidence, known)
+    double = _choose(twice, evidence, known)
+    return single if single[1] and double[0] < 1 else double
 
 
 def _order(fault: Fault) -> tuple[bool, str]:
@@ -191,27 +226,30 @@ def _share(measured: list[tuple[torch.Tensor, torch.Tensor]] | None) -> float:
     return min((float((error <= allowed).double().mean()) for error, allowed in measured or ()), default=0.0)
 
 
-def _choose(proposals: list[tuple[Fault, ...]], evidence: Evidence, known: float) -> list[tuple[Fault, ...]]:
+def _choose(
+    proposals: list[tuple[Fault, ...]], evidence: Evidence, known: float
+) -> tuple[float, list[tuple[Fault, ...]]]:
     """
-    Those proposals that explain more of the evidence than the share that needs no fault, and no worse than the best
-    one, without those of the same names.
+    Those proposals that explain most values that need a fault, and no worse than the best one, without those of the
+    same names; and the share of all values that they explain.
     """
     scored: dict[tuple[str, ...], tuple[float, float, tuple[Fault, ...]]] = {}
     for faults in proposals:
         measured = evidence.measure(faults[-1].rotation)
         share = _share(measured)
-        if measured is None or share < max(EXPLAINED, known + 1e-9):
+        if measured is None or share < EXPLAINED or 1 - share > (1 - known) / 2:
             continue
         score = max(float(error.clamp(max=1).mean()) for error, _ in measured)
         names = tuple(sorted(fault.name for fault in faults))
         if names not in scored or score < scored[names][1]:
             scored[names] = share, score, faults
-    most = max((share for share, _, _ in scored.values()), default=0.0) - 1e-3
-    best = min((score for share, score, _ in scored.values() if share >= most), default=0.0)
-    chosen = [faults for share, score, faults in scored.values() if share >= most and score <= 1.5 * best + 1e-7]
+    most = max((share for share, _, _ in scored.values()), default=known)
+    least = most if most == 1 else most - 1e-3
+    best = min((score for share, score, _ in scored.values() if share >= least), default=0.0)
+    chosen = [faults for share, score, faults in scored.values() if share >= least and score <= 1.5 * best + 1e-7]
     # A base is fitted to what was found: it explains what a particular fault does, and of several the first is round.
     fitted = [faults for faults in chosen if any(fault.kind == "base" for fault in faults)]
-    return [faults for faults in chosen if faults not in fitted] or fitted[:1]
+    return most, [faults for faults in chosen if faults not in fitted] or fitted[:1]
 
 
 def _propose_thetas(rotation: Rotation, evidence: Evidence) -> list[float]:

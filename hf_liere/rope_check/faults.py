@@ -44,7 +44,7 @@ FIXES = {
     "frequency type": "Keep frequencies in float32, as from_pretrained(dtype=…) does; .to(dtype) and .half() do not.",
     "position type": "Keep positions as integers until they are multiplied with frequencies in float32.",
     "phase type": "Multiply positions and frequencies in float32, with autocast off, and round cos and sin alone.",
-    "output type": "This does not grow with the position, and is usual in half types.",
+    "output type": "This does not grow with the position, and is usual for states in a half type, not for finer ones.",
 }
 
 

@@ -1,7 +1,7 @@
 """What a rotary position embedding computes, in float64, right or with the faults that implementations have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Rotation:
         state_sign: −1 for one that applies sin with the opposite sign.
         offset: What an implementation adds to positions.
         frequency_dtype, position_dtype, phase_dtype, output_dtype: The types to which an implementation rounds; the
-            output is cos, sin and the rotated states.
+            output is cos and sin.
         unrotated: The states that an implementation leaves as they are.
     """
 
@@ -104,9 +104,7 @@ class Rotation:
         Returns:
             `cos` and `sin`, (N, D) in the layout of the model, and `rotated_query` and `rotated_key`, (N, head_dim).
         """
-        angles = self.compute_angles(positions)  # (N, planes)
-        cos = _round(self.factor * angles.cos(), self.output_dtype)  # (N, planes)
-        sin = _round(self.sign * self.factor * angles.sin(), self.output_dtype)  # (N, planes)
+        cos, sin = self._turn(self.compute_angles(positions))  # (N, planes) each
         channels = list(self.channels)
         tensors = {"cos": cos[:, channels], "sin": sin[:, channels]}
         for name in states if self.pairs is not None else ():
@@ -117,8 +115,26 @@ class Rotation:
                 x, y = state[:, first], state[:, second]  # (N, planes)
                 turn = self.state_sign * sin  # (N, planes)
                 rotated[:, first], rotated[:, second] = x * cos - y * turn, x * turn + y * cos
-            tensors[f"rotated_{name}"] = _round(rotated, self.output_dtype)
+            tensors[f"rotated_{name}"] = rotated
         return tensors
+
+    def _turn(self, angles: torch.Tensor) -> torch.Tensor:
+        """(N, planes) angles → (2, N, planes) cos and sin, times the factor."""
+        return _round(self.factor * torch.stack([angles.cos(), self.sign * angles.sin()]), self.output_dtype)
+
+    def compute_noise(self, positions: torch.Tensor, relative: float) -> torch.Tensor:
+        """
+        (N, planes) radians by which planes may turn otherwise where frequencies have this relative error: values near
+        the middle of two numbers of a half type round either way.
+        """
+        angles = self.compute_angles(positions)
+        noise = torch.zeros_like(angles)
+        for scale in (1 - relative, 1 + relative):
+            moved = replace(self, frequencies=scale * self.frequencies).compute_angles(positions)
+            noise = noise.maximum((moved - angles).abs())
+            if self.output_dtype != torch.float64:
+                noise = noise.maximum((self._turn(moved) - self._turn(angles)).norm(dim=0) / self.factor)
+        return noise
 
     def describe(self) -> dict[str, Any]:
         """As JSON, for the metadata of a file; frequencies are tensors of the file."""

@@ -171,6 +171,7 @@ def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> str |
     if not names or rotation.channels not in ((*range(count), *range(count)), tuple(i // 2 for i in range(2 * count))):
         return None
     is_halves = rotation.channels[1] == 1
+    changed = {}
     for name in names:
         value = tensors[name]  # (N, D)
         halves, adjacent = value.chunk(2, 1), (value[:, 0::2], value[:, 1::2])
@@ -178,5 +179,6 @@ def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> str |
         if not torch.equal(*given) or torch.equal(*wanted):
             return None
         column = given[0]  # (N, planes)
-        tensors[name] = torch.cat([column, column], 1) if is_halves else column.repeat_interleave(2, 1)
+        changed[name] = torch.cat([column, column], 1) if is_halves else column.repeat_interleave(2, 1)
+    tensors |= changed
     return f"cos and sin are laid out for {STYLES['adjacent' if is_halves else 'halves']}, in the model for the other"
