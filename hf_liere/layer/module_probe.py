@@ -3,15 +3,19 @@ Which channels any implementation of RoPE rotates, and with which frequencies: f
 never by the name of a class. `models/patched` does so for models of transformers, whose modules say more of themselves.
 """
 
+import contextlib
 import copy
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..models.encoding.starting_values import channel_pairs
 
@@ -20,6 +24,8 @@ from ..models.encoding.starting_values import channel_pairs
 DYADIC = [2.0**power for power in range(-8, 12)]
 # The same for modules that count tokens, of tables with 4,096 and with 64 places.
 LONG, SHORT = ([2.0**power for power in range(last)] for last in (12, 6))
+# How many numbers of a tensor longer sequences may take.
+LARGEST = 2**24
 # How far the nearest float32 number to a measured frequency may be off, in units of the last place.
 NEIGHBOURS = sorted(range(-8, 9), key=abs)
 
@@ -57,11 +63,11 @@ class Reader(NamedTuple):
 
     Attributes:
         steps: Positions on one axis that it takes, ascending.
-        read: (N, A) positions → [`Table`].
+        read: (N, A) positions, and the pairing if it is known → [`Table`].
     """
 
     steps: list[float]
-    read: Callable[[torch.Tensor], Table]
+    read: Callable[[torch.Tensor, Pairing], Table]
 
 
 class NotARotation(ValueError):
@@ -78,13 +84,13 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     """
     if pairing is not None:
         channel_pairs(pairing, sizes.head_dim, None)
-    if isinstance(module, nn.Module):
-        # Neither its state nor its caches change, and nothing is drawn.
-        module = copy.deepcopy(module).eval().cpu()
+    # Neither its state nor its caches change, and nothing is drawn.
+    own = _copy(module, {})
+    own = own.eval().cpu() if isinstance(own, nn.Module) else own
     reason = None
-    for reader in _propose_readers(module, sizes, pairing):
+    for reader in _propose_readers(own, sizes):
         try:
-            return _measure(reader, sizes)
+            return _measure(reader, sizes, pairing)
         except NotARotation as error:
             # Later ways to call it may take rotated states for a table.
             reason = reason or str(error)
@@ -100,36 +106,83 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     )
 
 
-def _measure(reader: Reader, sizes: Sizes) -> FoundPlanes:
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy that shares no state: of a function, also of what it closes over and of the globals that it names."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if not isinstance(value, types.FunctionType):
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception:
+            # Modules of Python, locks, open files.
+            return value
+    scope, cells = dict(value.__globals__), tuple(types.CellType() for _ in value.__closure__ or ())
+    memo[id(value)] = copied = types.FunctionType(value.__code__, scope, value.__name__, value.__defaults__, cells)
+    copied.__kwdefaults__ = value.__kwdefaults__
+    for name in _names(value.__code__) & scope.keys():
+        scope[name] = _copy(scope[name], _share_weights(scope[name], memo))
+    for cell, own in zip(cells, value.__closure__ or ()):
+        with contextlib.suppress(ValueError):
+            # An empty cell has no contents.
+            cell.cell_contents = _copy(own.cell_contents, _share_weights(own.cell_contents, memo))
+    return copied
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(value) for value in code.co_consts if isinstance(value, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _share_weights(value: Any, memo: dict[int, Any]) -> dict[int, Any]:
+    """With the weights of a whole model, of which a function calls but a part."""
+    weights = value.parameters() if isinstance(value, nn.Module) else ()
+    memo.update({id(weight): weight for weight in weights if weight.numel() > 2**20})
+    return memo
+
+
+class _Sizes(TorchDispatchMode):
+    """Remembers how large the largest tensor is that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.largest = max([self.largest, *made])
+        return result
+
+
+def _measure(reader: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
     """
     Raises:
-        NotARotation: if its angles are not Σ_a p_a ω_a.
+        NotARotation: if its angles are not Σ_a p_a ω_a, at every length.
     """
     steps = torch.tensor(reader.steps)  # (T,)
     along = [torch.eye(sizes.axes)[axis] * steps.unsqueeze(-1) for axis in range(sizes.axes)]  # (T, A) each
-    cos, sin, pairs = reader.read(torch.cat([torch.zeros(1, sizes.axes), *along]))
-    if (cos[:, :, 0] != 1).any() or sin[:, :, 0].any():
+    drawn = torch.rand(63, sizes.axes, generator=torch.Generator().manual_seed(0)) * min(16, steps[-1])
+    drawn = drawn.floor() if steps[0] >= 1 else drawn
+    positions = torch.cat([torch.zeros(1, sizes.axes), *along, drawn])
+    order = positions.amax(1).argsort(stable=True)
+    positions, place = positions[order], order.argsort()
+    *measured, pairs = reader.read(positions, pairing)  # 2 × (layers, heads, N, planes)
+    if (measured[0][:, :, 0] != 1).any() or measured[1][:, :, 0].any():
         raise NotARotation("it does not leave states at position 0 as they are, and positions must be its coordinates")
     found = []
-    for cos_axis, sin_axis in zip(cos[:, :, 1:].chunk(sizes.axes, 2), sin[:, :, 1:].chunk(sizes.axes, 2)):
-        angles = torch.atan2(sin_axis.double(), cos_axis.double())  # (layers, heads, T, planes)
+    for axis in range(sizes.axes):
+        cos, sin = (x[:, :, place[1 + axis * len(steps) :][: len(steps)]] for x in measured)
+        angles = torch.atan2(sin.double(), cos.double())  # (layers, heads, T, planes)
         frequency = angles[:, :, 0] / steps[0]
         for step, angle in zip(steps.double(), angles.unbind(2)):
             revolutions = ((frequency * step - angle) / (2 * math.pi)).round()
             frequency = (angle + 2 * math.pi * revolutions) / step
-        found.append((frequency, _nearest_float32(frequency, steps, cos_axis, sin_axis)))
+        found.append((frequency, _nearest_float32(frequency, steps, cos, sin)))
     exact, rounded = (torch.stack(values) for values in zip(*found))  # (A, layers, heads, planes) each
     if unused := (exact.flatten(1).abs().amax(1) == 0).nonzero().flatten().tolist():
         raise NotARotation(f"it does not rotate with axis {unused[0]}")
-    positions = torch.rand(63, sizes.axes, generator=torch.Generator().manual_seed(0)) * min(16, steps[-1])
-    positions = positions.floor() if steps[0] >= 1 else positions
-    positions[0] = 0
-    measured = reader.read(positions)[:2]  # 2 × (layers, heads, N, planes)
-    same = torch.cat([(x == y).flatten() for x, y in zip(_rounded_cos_sin(positions, rounded), measured)])
-    angles = torch.einsum("na,alhp->lhnp", positions.double(), exact)
-    tolerance = 1e-5 * max(1.0, exact.abs().max().item())
-    if any((x - y).abs().max() > tolerance for x, y in zip((angles.cos(), angles.sin()), measured)):
-        raise NotARotation("its angles are not sums of coordinates times frequencies")
+    near = place[-len(drawn) :]
+    same = torch.cat([(x == y[:, :, near]).flatten() for x, y in zip(_rounded_cos_sin(drawn, rounded), measured)])
+    _check_angles(positions, measured, exact, reader)
+    _check_lengths(reader, positions, (*measured, pairs), exact, sizes)
     # A processor may round differently at the end of a row.
     is_rounded = same.float().mean().item() > 0.99
     frequencies = rounded.double() if is_rounded else exact
@@ -138,6 +191,66 @@ def _measure(reader: Reader, sizes: Sizes) -> FoundPlanes:
         first = frequencies.narrow(dim, 0, 1)
         frequencies = first if (frequencies == first).all() else frequencies
     return FoundPlanes(frequencies, pairs, is_rounded)
+
+
+def _check_angles(
+    positions: torch.Tensor, measured: Sequence[torch.Tensor], frequencies: torch.Tensor, reader: Reader
+) -> None:
+    angles, size = (
+        torch.einsum("na,alhp->lhnp", positions.double(), values)
+        for values in (frequencies, frequencies.abs() + 1 / reader.steps[-1])
+    )
+    # Products in float32, and frequencies that follow from cos and sin at the last step.
+    tolerance = 1e-5 * max(1.0, frequencies.abs().max().item()) + 2.0**-20 * size
+    if not all(((x - y).abs() <= tolerance).all() for x, y in zip((angles.cos(), angles.sin()), measured)):
+        raise NotARotation("its angles are not sums of coordinates times frequencies")
+
+
+def _check_lengths(
+    reader: Reader, positions: torch.Tensor, table: Table, frequencies: torch.Tensor, sizes: Sizes
+) -> None:
+    """
+    Read ascending positions again: beside further ones, as far as the module takes these, without the last of them,
+    and among more tokens.
+
+    Raises:
+        NotARotation: if they are rotated otherwise then.
+    """
+
+    def compare(tokens: int, count: int) -> None:
+        # As a size of the states, the number of tokens would be ambiguous.
+        tokens = next(number for number in itertools.count(tokens) if number not in sizes)
+        index = torch.arange(tokens) * count // tokens
+        found = reader.read(positions[index], table[2])
+        if not all((x - y[:, :, index]).abs().max() <= 1e-5 for x, y in zip(found[:2], table)):
+            raise NotARotation(
+                f"positions up to {positions[count - 1].max():g} among {tokens} tokens are rotated otherwise than in "
+                f"sequences up to {positions.max():g}, and frequencies that depend on the length (dynamic, longrope) "
+                "cannot be followed; pass those of one length as frequencies"
+            )
+
+    with _Sizes() as made:
+        # float32 counts to 2²⁴.
+        for power in range(int(positions.max()).bit_length(), 25):
+            further = torch.cat([positions, torch.full_like(positions[:1], 2.0**power)])
+            try:
+                table, positions = reader.read(further, table[2]), further
+            except Exception:
+                # Its own table ends before.
+                break
+            if made.largest > LARGEST:
+                break
+    longest = positions.amax(1)  # (N,)
+    for count in sorted({int((longest <= 4.0**power).sum()) for power in range(-4, 13)} - {0, 1}):
+        compare(count, count)
+    _check_angles(positions, table[:2], frequencies, reader)
+    try:
+        compare(len(positions) + LARGEST // 4 // (sizes.heads * sizes.head_dim), len(positions))
+    except NotARotation:
+        raise
+    except Exception:
+        # So many tokens are more than it takes.
+        return
 
 
 def _nearest_float32(
@@ -159,9 +272,9 @@ def _rounded_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor) -> tupl
     return torch.cos(angles), torch.sin(angles)
 
 
-def _propose_readers(module: Any, sizes: Sizes, pairing: Pairing) -> Iterator[Reader]:
+def _propose_readers(module: Any, sizes: Sizes) -> Iterator[Reader]:
     if hasattr(module, "get_embed"):
-        yield _read_grid(module, sizes, pairing)
+        yield _read_grid(module, sizes)
         return
     one_axis: list[Callable] = [lambda p: p[None, :, 0], lambda p: p[:, 0]] if sizes.axes == 1 else []
     shapes: list[Callable] = [lambda p: p.unsqueeze(0), lambda p: p, *one_axis]
@@ -169,9 +282,9 @@ def _propose_readers(module: Any, sizes: Sizes, pairing: Pairing) -> Iterator[Re
     styles = [(DYADIC, torch.float32), (LONG, torch.float32), (LONG, torch.int64), (SHORT, torch.int64)]
     for (steps, dtype), shape in itertools.product(styles, shapes):
         place = partial(_place, shape, dtype)
-        yield Reader(steps, partial(_read_positions, module, place, sizes, pairing))
+        yield Reader(steps, partial(_read_positions, module, place, sizes))
         for layout, call in itertools.product(layouts, (_call_pair, _call_one, _call_named)):
-            yield Reader(steps, partial(_read_states, _Rotate(module, call, layout, place, sizes), sizes, pairing))
+            yield Reader(steps, partial(_read_states, _Rotate(module, call, layout, place, sizes), sizes))
 
 
 def _place(shape: Callable, dtype: torch.dtype, positions: torch.Tensor) -> torch.Tensor:
@@ -207,7 +320,7 @@ class _Rotate(NamedTuple):
             self.layout(states.expand(1, heads, *states.shape)).clone()
             for heads in (self.sizes.heads, self.sizes.key_heads)
         )
-        result = self.call(self.module, query, key, self.place(positions))
+        result = self.call(_copy(self.module, {}), query, key, self.place(positions))
         rotated_query, rotated = result[:2] if self.call is _call_pair else (None, result)
         if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:
             return result
@@ -225,13 +338,13 @@ class _Rotate(NamedTuple):
 
 
 def _read_positions(
-    module: Callable, place: Callable, sizes: Sizes, pairing: Pairing, positions: torch.Tensor
+    module: Callable, place: Callable, sizes: Sizes, positions: torch.Tensor, pairing: Pairing
 ) -> Table:
     """As [`Reader.read`], from a module that makes a table for positions alone."""
-    return _read_table(module(place(positions)), len(positions), sizes, pairing)
+    return _read_table(_copy(module, {})(place(positions)), len(positions), sizes, pairing)
 
 
-def _read_states(rotate: _Rotate, sizes: Sizes, pairing: Pairing, positions: torch.Tensor) -> Table:
+def _read_states(rotate: _Rotate, sizes: Sizes, positions: torch.Tensor, pairing: Pairing) -> Table:
     """As [`Reader.read`], from a module that rotates states, or makes a table for them."""
     tokens, width = len(positions), sizes.head_dim
     result = rotate(torch.zeros(tokens, width), positions)
@@ -252,17 +365,22 @@ def _read_states(rotate: _Rotate, sizes: Sizes, pairing: Pairing, positions: tor
     return rotated[..., first], rotated[..., second], pairs
 
 
-def _read_grid(module: Any, sizes: Sizes, pairing: Pairing) -> Reader:
+def _read_grid(module: Any, sizes: Sizes) -> Reader:
     """timm's tables of a grid, whose positions are indices of patches."""
     known = getattr(module, "feat_shape", None) or getattr(module, "ref_feat_shape", None)
-    shape = tuple(known or [64 if sizes.axes <= 2 else 16] * sizes.axes)
-    steps = [step for step in LONG if step < min(shape)]
+    first = tuple(known or [64 if sizes.axes <= 2 else 16] * sizes.axes)
+    steps = [step for step in LONG if step < min(first)]
 
-    def read(positions: torch.Tensor) -> Table:
+    def read(positions: torch.Tensor, pairing: Pairing) -> Table:
+        # A module without a shape of its own makes any.
+        width = 2 ** int(positions.max() + 1).bit_length()
+        shape = first if known else (width,) * sizes.axes
+        if positions.max() >= min(4 * max(first), max(shape)):
+            raise IndexError(f"{positions.max():g} is beyond a grid of {first}")
         places = torch.zeros(len(positions), dtype=torch.long)
         for size, index in zip(shape, positions.long().unbind(-1)):
             places = places * size + index
-        return _read_table(module.get_embed(shape), math.prod(shape), sizes, pairing, places)
+        return _read_table(_copy(module, {}).get_embed(shape), math.prod(shape), sizes, pairing, places)
 
     return Reader(steps, read)
 
