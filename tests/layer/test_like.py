@@ -244,6 +244,79 @@ def test_other_modules_are_refused(module, fields, message):
         LieRotaryEmbedding.like(module, HEADS, HEAD_DIM, **{"num_axes": 1, **fields})
 
 
+def rotate_at(states, positions, frequencies):
+    angles = positions.reshape(-1, 1).float() * frequencies
+    return states * angles.cos().repeat(1, 2) + rotate_half(states) * angles.sin().repeat(1, 2)
+
+
+FREQUENCIES = torch.logspace(0, -3, HEAD_DIM // 2)
+
+
+def switching(limit, length=lambda query, positions: int(positions.max()) + 1):
+    """A function whose frequencies are halved beyond a length."""
+
+    def rotate(query, key, positions):
+        frequencies = FREQUENCIES / (2 if length(query, positions) > limit else 1)
+        return rotate_at(query, positions, frequencies), rotate_at(key, positions, frequencies)
+
+    return rotate
+
+
+class Growing(nn.Module):
+    """Slower frequencies for longer inputs, which it keeps, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", FREQUENCIES.clone())
+        self.longest = 64
+
+    def forward(self, query, key, positions):
+        if positions.max() >= self.longest:
+            self.inv_freq.mul_(self.longest / (positions.max() + 1))
+            self.longest = int(positions.max()) + 1
+        return rotate_at(query, positions, self.inv_freq), rotate_at(key, positions, self.inv_freq)
+
+
+def of_transformers(**parameters):
+    config = LlamaConfig(hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, max_position_embeddings=131072)
+    config.rope_parameters = {"rope_theta": 1e4, **parameters}
+    rope = LlamaRotaryEmbedding(config)
+    return lambda query, key, positions: apply_rotary_pos_emb(query, key, *rope(query, positions.reshape(1, -1)))
+
+
+LONGROPE = {"short_factor": [1.0] * 24, "long_factor": [1.0] * 23 + [2.0], "attention_factor": 1.0, "factor": 4.0}
+LENGTHS = {
+    "at 8": switching(8),
+    "at 64": switching(64),
+    "at 131072": switching(131072),
+    "at 4M": switching(2**22),
+    "at 500 tokens": switching(500, lambda query, positions: query.shape[-2]),
+    "dynamic": of_transformers(rope_type="dynamic", factor=2.0),
+    "longrope": of_transformers(rope_type="longrope", original_max_position_embeddings=32768, **LONGROPE),
+    "growing": Growing(),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_frequencies_that_depend_on_the_length_are_refused(name):
+    with pytest.raises(ValueError, match="frequencies that depend on the length|angles are not sums"):
+        LieRotaryEmbedding.like(LENGTHS[name], HEADS, HEAD_DIM, 1)
+
+
+def test_positions_that_count_otherwise_from_some_on_are_refused():
+    with pytest.raises(ValueError, match="angles are not sums"):
+        LieRotaryEmbedding.like(lambda x, p: Partial()(x, p.clamp(max=5000)), HEADS, HEAD_DIM, 1)
+
+
+def test_frequencies_that_grow_are_kept_as_they_are():
+    """In a module, its method, and a function that closes over it."""
+    rope = Growing()
+    for given in (rope, rope.forward, lambda query, key, positions: rope(query, key, positions)):
+        with pytest.raises(ValueError, match="frequencies that depend on the length"):
+            LieRotaryEmbedding.like(given, HEADS, HEAD_DIM, 1)
+        assert rope.longest == 64 and torch.equal(rope.inv_freq, FREQUENCIES)
+
+
 PAIRINGS = {
     "adjacent": [(2 * i, 2 * i + 1) for i in range(HEAD_DIM // 2)],
     "halves": [(i, i + HEAD_DIM // 2) for i in range(HEAD_DIM // 2)],
