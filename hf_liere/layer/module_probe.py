@@ -74,6 +74,10 @@ class NotARotation(ValueError):
     """The reason why a module that can be called does not rotate by angles Σ_a p_a ω_a."""
 
 
+class DependsOnLength(NotARotation):
+    """It does at one length, so that no other way to call it would be right."""
+
+
 @torch.no_grad()
 def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
     """
@@ -91,6 +95,9 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     for reader in _propose_readers(own, sizes):
         try:
             return _measure(reader, sizes, pairing)
+        except DependsOnLength as error:
+            reason = str(error)
+            break
         except NotARotation as error:
             # Later ways to call it may take rotated states for a table.
             reason = reason or str(error)
@@ -223,7 +230,7 @@ def _check_lengths(
         index = torch.arange(tokens) * count // tokens
         found = reader.read(positions[index], table[2])
         if not all((x - y[:, :, index]).abs().max() <= 1e-5 for x, y in zip(found[:2], table)):
-            raise NotARotation(
+            raise DependsOnLength(
                 f"positions up to {positions[count - 1].max():g} among {tokens} tokens are rotated otherwise than in "
                 f"sequences up to {positions.max():g}, and frequencies that depend on the length (dynamic, longrope) "
                 "cannot be followed; pass those of one length as frequencies"

@@ -171,7 +171,7 @@ def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> str |
     if not names or rotation.channels not in ((*range(count), *range(count)), tuple(i // 2 for i in range(2 * count))):
         return None
     is_halves = rotation.channels[1] == 1
-    changed = {}
+    changed: dict[str, torch.Tensor] = {}
     for name in names:
         value = tensors[name]  # (N, D)
         halves, adjacent = value.chunk(2, 1), (value[:, 0::2], value[:, 1::2])
