@@ -3,21 +3,18 @@ Which channels any implementation of RoPE rotates, and with which frequencies: f
 never by the name of a class. `models/patched` does so for models of transformers, whose modules say more of themselves.
 """
 
-import contextlib
-import copy
 import itertools
 import math
-import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..models.encoding.starting_values import channel_pairs
+from .float32_bits import nearest_float32, rounded_cos_sin
+from .isolation import TensorSizes, copy_module
 
 
 # Positions on one axis, each at most twice the one before, so that angles are known without whole revolutions.
@@ -26,8 +23,6 @@ DYADIC = [2.0**power for power in range(-8, 12)]
 LONG, SHORT = ([2.0**power for power in range(last)] for last in (12, 6))
 # How many numbers of a tensor longer sequences may take.
 LARGEST = 2**24
-# How far the nearest float32 number to a measured frequency may be off, in units of the last place.
-NEIGHBOURS = sorted(range(-8, 9), key=abs)
 
 Pairing = str | Sequence[tuple[int, int]] | None
 # cos and sin, (layers or 1, heads or 1, N, planes) each, and the two channels of every plane.
@@ -89,7 +84,7 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     if pairing is not None:
         channel_pairs(pairing, sizes.head_dim, None)
     # Neither its state nor its caches change, and nothing is drawn.
-    own = _copy(module, {})
+    own = copy_module(module, {})
     own = own.eval().cpu() if isinstance(own, nn.Module) else own
     reason = None
     for reader in _propose_readers(own, sizes):
@@ -111,52 +106,6 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
         "Accepted are (query, key, positions), (states, positions), (positions) and timm's get_embed; pass a function "
         "of the first kind around others, or frequencies and pairing."
     )
-
-
-def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy that shares no state: of a function, also of what it closes over and of the globals that it names."""
-    if id(value) in memo:
-        return memo[id(value)]
-    if not isinstance(value, types.FunctionType):
-        try:
-            return copy.deepcopy(value, memo)
-        except Exception:
-            # Modules of Python, locks, open files.
-            return value
-    scope, cells = dict(value.__globals__), tuple(types.CellType() for _ in value.__closure__ or ())
-    memo[id(value)] = copied = types.FunctionType(value.__code__, scope, value.__name__, value.__defaults__, cells)
-    copied.__kwdefaults__ = value.__kwdefaults__
-    for name in _names(value.__code__) & scope.keys():
-        scope[name] = _copy(scope[name], _share_weights(scope[name], memo))
-    for cell, own in zip(cells, value.__closure__ or ()):
-        with contextlib.suppress(ValueError):
-            # An empty cell has no contents.
-            cell.cell_contents = _copy(own.cell_contents, _share_weights(own.cell_contents, memo))
-    return copied
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(value) for value in code.co_consts if isinstance(value, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _share_weights(value: Any, memo: dict[int, Any]) -> dict[int, Any]:
-    """With the weights of a whole model, of which a function calls but a part."""
-    weights = value.parameters() if isinstance(value, nn.Module) else ()
-    memo.update({id(weight): weight for weight in weights if weight.numel() > 2**20})
-    return memo
-
-
-class _Sizes(TorchDispatchMode):
-    """Remembers how large the largest tensor is that is made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.largest = max([self.largest, *made])
-        return result
 
 
 def _measure(reader: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
@@ -182,12 +131,12 @@ def _measure(reader: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
         for step, angle in zip(steps.double(), angles.unbind(2)):
             revolutions = ((frequency * step - angle) / (2 * math.pi)).round()
             frequency = (angle + 2 * math.pi * revolutions) / step
-        found.append((frequency, _nearest_float32(frequency, steps, cos, sin)))
+        found.append((frequency, nearest_float32(frequency, steps, cos, sin)))
     exact, rounded = (torch.stack(values) for values in zip(*found))  # (A, layers, heads, planes) each
     if unused := (exact.flatten(1).abs().amax(1) == 0).nonzero().flatten().tolist():
         raise NotARotation(f"it does not rotate with axis {unused[0]}")
     near = place[-len(drawn) :]
-    same = torch.cat([(x == y[:, :, near]).flatten() for x, y in zip(_rounded_cos_sin(drawn, rounded), measured)])
+    same = torch.cat([(x == y[:, :, near]).flatten() for x, y in zip(rounded_cos_sin(drawn, rounded), measured)])
     _check_angles(positions, measured, exact, reader)
     _check_lengths(reader, positions, (*measured, pairs), exact, sizes)
     # A processor may round differently at the end of a row.
@@ -228,55 +177,39 @@ def _check_lengths(
         # As a size of the states, the number of tokens would be ambiguous.
         tokens = next(number for number in itertools.count(tokens) if number not in sizes)
         index = torch.arange(tokens) * count // tokens
-        found = reader.read(positions[index], table[2])
-        if not all((x - y[:, :, index]).abs().max() <= 1e-5 for x, y in zip(found[:2], table)):
+        found = _try_to_read(reader, positions[index], table[2])
+        if found and not all((x - y[:, :, index]).abs().max() <= 1e-5 for x, y in zip(found[:2], table)):
             raise DependsOnLength(
                 f"positions up to {positions[count - 1].max():g} among {tokens} tokens are rotated otherwise than in "
                 f"sequences up to {positions.max():g}, and frequencies that depend on the length (dynamic, longrope) "
                 "cannot be followed; pass those of one length as frequencies"
             )
 
-    with _Sizes() as made:
+    with TensorSizes() as made:
         # float32 counts to 2²⁴.
         for power in range(int(positions.max()).bit_length(), 25):
             further = torch.cat([positions, torch.full_like(positions[:1], 2.0**power)])
-            try:
-                table, positions = reader.read(further, table[2]), further
-            except Exception:
-                # Its own table ends before.
+            longer = _try_to_read(reader, further, table[2])
+            if longer is None:
                 break
+            table, positions = longer, further
             if made.largest > LARGEST:
                 break
     longest = positions.amax(1)  # (N,)
     for count in sorted({int((longest <= 4.0**power).sum()) for power in range(-4, 13)} - {0, 1}):
         compare(count, count)
     _check_angles(positions, table[:2], frequencies, reader)
+    compare(len(positions) + LARGEST // 4 // (sizes.heads * sizes.head_dim), len(positions))
+
+
+def _try_to_read(reader: Reader, positions: torch.Tensor, pairs: Pairing) -> Table | None:
+    """`None` for a module whose own table ends before."""
     try:
-        compare(len(positions) + LARGEST // 4 // (sizes.heads * sizes.head_dim), len(positions))
+        return reader.read(positions, pairs)
     except NotARotation:
         raise
     except Exception:
-        # So many tokens are more than it takes.
-        return
-
-
-def _nearest_float32(
-    frequency: torch.Tensor, steps: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
-    """The float32 number near a frequency whose cos and sin at most steps have the measured bits."""
-    nearest = frequency.float()  # (layers, heads, planes)
-    bits = nearest.view(torch.int32)
-    candidates = torch.stack([(bits + offset).view(torch.float32) for offset in NEIGHBOURS])
-    candidates = candidates.where(nearest != 0, nearest)  # (neighbours, layers, heads, planes)
-    angles = candidates.unsqueeze(-2) * steps.unsqueeze(-1)  # (neighbours, layers, heads, T, planes)
-    same = ((angles.cos() == cos).float() + (angles.sin() == sin)).sum(-2)  # (neighbours, layers, heads, planes)
-    return candidates.gather(0, same.argmax(0, keepdim=True)).squeeze(0)
-
-
-def _rounded_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    products = (p[:, None] * f.unsqueeze(-2) for p, f in zip(positions.unbind(-1), frequencies))
-    angles = sum(products)  # (layers, heads, N, planes)
-    return torch.cos(angles), torch.sin(angles)
+        return None
 
 
 def _propose_readers(module: Any, sizes: Sizes) -> Iterator[Reader]:
@@ -327,7 +260,7 @@ class _Rotate(NamedTuple):
             self.layout(states.expand(1, heads, *states.shape)).clone()
             for heads in (self.sizes.heads, self.sizes.key_heads)
         )
-        result = self.call(_copy(self.module, {}), query, key, self.place(positions))
+        result = self.call(copy_module(self.module, {}), query, key, self.place(positions))
         rotated_query, rotated = result[:2] if self.call is _call_pair else (None, result)
         if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:
             return result
@@ -348,7 +281,7 @@ def _read_positions(
     module: Callable, place: Callable, sizes: Sizes, positions: torch.Tensor, pairing: Pairing
 ) -> Table:
     """As [`Reader.read`], from a module that makes a table for positions alone."""
-    return _read_table(_copy(module, {})(place(positions)), len(positions), sizes, pairing)
+    return _read_table(copy_module(module, {})(place(positions)), len(positions), sizes, pairing)
 
 
 def _read_states(rotate: _Rotate, sizes: Sizes, positions: torch.Tensor, pairing: Pairing) -> Table:
@@ -387,7 +320,7 @@ def _read_grid(module: Any, sizes: Sizes) -> Reader:
         places = torch.zeros(len(positions), dtype=torch.long)
         for size, index in zip(shape, positions.long().unbind(-1)):
             places = places * size + index
-        return _read_table(_copy(module, {}).get_embed(shape), math.prod(shape), sizes, pairing, places)
+        return _read_table(copy_module(module, {}).get_embed(shape), math.prod(shape), sizes, pairing, places)
 
     return Reader(steps, read)
 
