@@ -46,6 +46,10 @@ from .rotations import PretrainedFrequencies, StateRotations, build_blocks, iden
 from .schedules import FrequencySchedule, Schedule
 
 
+# In the configuration of a patched model. diffusers warns of unknown fields without an underscore.
+CONFIG_FIELD = "_rotary_patch"
+
+
 @dataclass
 class DiffusionTower(AttentionTower):
     """
@@ -94,6 +98,7 @@ class DiffusionPatch(LibraryPatch[DiffusionTower]):
 
     def add_hooks(self, tower: DiffusionTower) -> None:
         module, family = tower.module, tower.family
+        module.register_to_config(**{CONFIG_FIELD: self.config.to_dict()})
         rope = getattr(module, family.rope) if family.rope else None
         pass_inputs = carry_argument if family.rotates else carry_positions
         if rope is None:
@@ -139,6 +144,8 @@ class DiffusionPatch(LibraryPatch[DiffusionTower]):
 
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
+        config: Any = module.config
+        module._internal_dict = type(config)({name: config[name] for name in config if name != CONFIG_FIELD})
         self.remove_schedule()
         self.outputs.remove()
         rope = getattr(module, self.family.rope) if self.family.rope else None

@@ -18,7 +18,7 @@ from ..models.patched.module_inspection import linear_layer
 from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import TowerPatch, TowerPlan, patched_towers
 from ..storage.loading import local_path, parse_json
-from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest
 from .apply import attach_plans, make_plans, require_patched
 
 
@@ -27,6 +27,9 @@ SKETCH_SIZE = 32
 WEIGHTS_TOLERANCE = 0.005
 # Twice the error of rounding to bfloat16.
 FREQUENCY_TOLERANCE = 0.008
+# Written with rotations that are saved as part of a model: digests of the files that belong together.
+BESIDE = "beside"
+PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weights")
 
 
@@ -55,7 +58,7 @@ def save_rotary(model: nn.Module, directory: str | Path, overwrite: bool = False
         raise ValueError(
             f"{directory} already contains {' and '.join(found)}; accepted: another directory, or overwrite=True."
         )
-    write_rotations(model, directory)
+    write_rotations(model, directory, is_alone=True)
 
 
 def write_rotations(
@@ -64,6 +67,7 @@ def write_rotations(
     state_dict: dict | None = None,
     is_main_process: bool = True,
     adapter: str | None = None,
+    is_alone: bool = False,
 ) -> None:
     """
     [`save_rotary`] as part of saving a whole model or its adapters.
@@ -72,6 +76,7 @@ def write_rotations(
         state_dict: The gathered values of all parameters if processes have parts of them.
         is_main_process: Whether this process writes.
         adapter: As in [`stored_parameters`].
+        is_alone: Whether the files belong to no model or adapter in the directory.
     """
     towers = [tower for _, tower in require_patched(model)]
     configs = [tower.rotary_patch.config.to_dict() for tower in towers]
@@ -90,7 +95,49 @@ def write_rotations(
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         content = {"rotary_patch": configs[0], "base": bases}
+        if not is_alone:
+            # peft also reads the first that exists.
+            weights = [name for name in PEFT_WEIGHTS if (directory / name).is_file()][:1]
+            content[BESIDE] = {name: file_digest(directory / name, "sha256") for name in (ADAPTER_WEIGHTS, *weights)}
         (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def remove_rotations(directory: str | Path) -> None:
+    """
+    Delete the rotations that an earlier model left in a directory, before one without is saved there. Files of other
+    formats stay.
+
+    Raises:
+        ValueError: if they were not saved as part of a model, so that this may be their only copy.
+    """
+    path = Path(directory) / ADAPTER_CONFIG
+    try:
+        content = parse_json(path.read_bytes(), path)
+        parse_adapter(content, path)
+    except (OSError, ValueError):
+        return
+    if BESIDE not in content:
+        raise ValueError(
+            f"{directory} contains rotations ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}) that would be loaded into this model, "
+            "which has none: move them away, or save to another directory."
+        )
+    path.unlink()
+    if not differing_files(path.parent, {ADAPTER_WEIGHTS: content[BESIDE].get(ADAPTER_WEIGHTS, "")}):
+        (path.parent / ADAPTER_WEIGHTS).unlink()
+
+
+def require_saved_together(path: Path) -> bool:
+    """
+    Whether the rotations of the `rotary_config.json` at `path` were saved as part of a model. Raises `ValueError` if a
+    file beside them is not of that model.
+    """
+    content = parse_json(path.read_bytes(), path)
+    if differing := differing_files(path.parent, content.get(BESIDE, {})):
+        raise ValueError(
+            f"{path} was not saved with {', '.join(differing)} as it is now: copy all files that were saved together, "
+            f"or delete {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} to load without rotations."
+        )
+    return BESIDE in content
 
 
 def stored_parameters(model: nn.Module, adapter: str | None = None) -> dict[str, nn.Parameter]:
@@ -218,8 +265,8 @@ def read_adapter(
 
 def parse_adapter(content: dict[str, Any], path: Path) -> tuple[RotaryPatchConfig, list[dict]]:
     """As [`read_adapter`], without tensors, from the content of the file `rotary_config.json` at `path`."""
-    for name, kind in (("rotary_patch", dict), ("base", list)):
-        if not isinstance(content.get(name), kind):
+    for name, kind in (("rotary_patch", dict), ("base", list), (BESIDE, dict)):
+        if not isinstance(content.get(name, {} if name == BESIDE else None), kind):
             raise ValueError(f"{path} has no {kind.__name__} {name!r}: it was not written by save_rotary.")
     for saved in content["base"]:
         missing = [name for name in FINGERPRINT if not isinstance(saved, dict) or name not in saved]

@@ -1,11 +1,12 @@
 """
 Saving of patched transformers of diffusers. With this package imported, `save_pretrained` of a patched model, or of a
 pipeline around it, writes the plain model and beside it the files of `save_rotary`; `from_pretrained` of such a folder,
-or of a repository on the Hub, puts the rotations back.
+or of a repository on the Hub, puts the rotations back. The configuration of a patched model names its patch, so that
+`from_config`, by which `EMAModel` builds a model for its averages, patches the new model too.
 """
 
-import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,28 +16,31 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
+from ..libraries.diffusion_patch import CONFIG_FIELD
+from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
-from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .adapters import load_rotary, write_rotations
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
+from .adapters import load_rotary, remove_rotations, require_saved_together, write_rotations
+from .apply import is_patched, patch
 
 
 # The arguments of `from_pretrained` that locate files on the Hub.
 LOCATION = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+
+# Whether `from_pretrained` is building a model, whose rotations `_load` reads.
+_loading = ContextVar("_loading", default=False)
 
 
 def _save(wrapped: Callable, model: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Wraps `ModelMixin.save_pretrained(save_directory, is_main_process, …)`."""
     given = dict(zip(("save_directory", "is_main_process"), args)) | kwargs
     towers = [tower for _, tower in patched_towers(model)]
+    is_main_process = given.get("is_main_process", True)
     if towers:
         # Before the model, because `push_to_hub` uploads what the folder contains then.
-        write_rotations(model, given["save_directory"], is_main_process=given.get("is_main_process", True))
-    elif (Path(given["save_directory"]) / ADAPTER_CONFIG).is_file():
-        warnings.warn(
-            f"{given['save_directory']} contains the rotations of another model, which from_pretrained would put into "
-            f"this one: delete {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} there to load it without them.",
-            stacklevel=3,
-        )
+        write_rotations(model, given["save_directory"], is_main_process=is_main_process)
+    elif is_main_process:
+        remove_rotations(given["save_directory"])
     taken = [(tower, tower._modules.pop("rotary_encoding")) for tower in towers]
     try:
         return wrapped(*args, **kwargs)
@@ -47,12 +51,49 @@ def _save(wrapped: Callable, model: nn.Module, args: tuple, kwargs: dict) -> Any
 
 def _load(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `ModelMixin.from_pretrained(pretrained_model_name_or_path, subfolder=…)`."""
-    result = wrapped(*args, **kwargs)
+    token = _loading.set(True)
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        _loading.reset(token)
     source = args[0] if args else kwargs["pretrained_model_name_or_path"]
     folder = None if source is None else _find_rotations(source, **kwargs)
+    model = result[0] if isinstance(result, tuple) else result
+    is_described = CONFIG_FIELD in model.config
+    if folder is None and is_described:
+        raise ValueError(
+            f"{source} lacks the rotations that its {CONFIG} names ({CONFIG_FIELD}): copy {ADAPTER_CONFIG} and "
+            f"{ADAPTER_WEIGHTS} there, or delete the field to load the model without them."
+        )
     if folder is not None:
-        load_rotary(result[0] if isinstance(result, tuple) else result, folder)
+        if require_saved_together(folder / ADAPTER_CONFIG) and not is_described:
+            raise ValueError(
+                f"{source} contains the rotations of another model: its {CONFIG} names none ({CONFIG_FIELD}). Delete "
+                f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} to load it without them."
+            )
+        load_rotary(model, folder)
     return result
+
+
+def _build(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `ConfigMixin.from_config(config, …)`, which `from_pretrained` also calls."""
+    result = wrapped(*args, **kwargs)
+    model = result[0] if isinstance(result, tuple) else result
+    if not _loading.get() and CONFIG_FIELD in model.config and not is_patched(model):
+        patch(model, RotaryPatchConfig.from_dict(model.config[CONFIG_FIELD]))
+    return result
+
+
+def _match_averages(wrapped: Callable, averages: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps methods of `EMAModel`, which pair its averages with parameters by their order alone."""
+    (parameters,) = (*args, *kwargs.values())
+    parameters = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    if len(parameters) != len(averages.shadow_params):
+        raise ValueError(
+            f"This EMAModel has averages of {len(averages.shadow_params)} parameters, not of {len(parameters)}: make it "
+            "from the parameters and the config of the model after patch."
+        )
+    return wrapped(parameters)
 
 
 def _find_rotations(source: str | Path, subfolder: str | None = None, **options: Any) -> Path | None:
@@ -88,9 +129,20 @@ def _guard_models(modeling: ModuleType) -> None:
     wrapt.wrap_function_wrapper(modeling, "ModelMixin.from_pretrained", _load)
 
 
+def _guard_configurations(configurations: ModuleType) -> None:
+    wrapt.wrap_function_wrapper(configurations, "ConfigMixin.from_config", _build)
+
+
+def _guard_averages(training: ModuleType) -> None:
+    for name in ("step", "copy_to"):
+        wrapt.wrap_function_wrapper(training, f"EMAModel.{name}", _match_averages)
+
+
 def _guard_pipelines(pipelines: ModuleType) -> None:
     wrapt.wrap_function_wrapper(pipelines, "DiffusionPipeline.download", _download)
 
 
 wrapt.register_post_import_hook(_guard_models, "diffusers.models.modeling_utils")
+wrapt.register_post_import_hook(_guard_configurations, "diffusers.configuration_utils")
+wrapt.register_post_import_hook(_guard_averages, "diffusers.training_utils")
 wrapt.register_post_import_hook(_guard_pipelines, "diffusers.pipelines.pipeline_utils")

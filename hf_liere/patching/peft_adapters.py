@@ -22,11 +22,19 @@ from transformers.utils import cached_file
 from ..models.patched.modeling_patched import auto_classes
 from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .adapters import load_rotary, read_adapter, require_same_patch, stored_parameters, write_rotations
+from .adapters import (
+    PEFT_WEIGHTS,
+    load_rotary,
+    read_adapter,
+    remove_rotations,
+    require_same_patch,
+    require_saved_together,
+    stored_parameters,
+    write_rotations,
+)
 from .apply import is_patched
 
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # The arguments of peft and transformers that locate files.
 PLACE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
@@ -53,7 +61,9 @@ def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_load
                 "patch it first with the RotaryPatchConfig of their training."
             )
         return
-    _find(source, ADAPTER_WEIGHTS, place)
+    for name in (ADAPTER_WEIGHTS, *PEFT_WEIGHTS):
+        _find(source, name, place)
+    require_saved_together(path)
     config, _, tensors = read_adapter(path.parent)
     require_same_patch(model, config, source)
     if is_patched(model):
@@ -80,7 +90,7 @@ def _find(source: str | Path, name: str, place: dict) -> Path | None:
 
 def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
     """Names of rotation parameters among the weights of an adapter."""
-    path = next(filter(None, (_find(source, file_name, place) for file_name in WEIGHTS)), None)
+    path = next(filter(None, (_find(source, file_name, place) for file_name in PEFT_WEIGHTS)), None)
     if path is None:
         return []
     if path.suffix == ".safetensors":
@@ -96,13 +106,25 @@ def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
 
 def _save(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `PeftModel.save_pretrained`."""
+    directory = Path(args[0] if args else kwargs["save_directory"])
+    values, is_main = kwargs.get("state_dict"), kwargs.get("is_main_process", True)
+    names = kwargs.get("selected_adapters") or model.peft_config
+    folders = {name: directory if name == "default" else directory / name for name in names}
+    if is_main and not is_patched(model):
+        for folder in folders.values():
+            remove_rotations(folder)
     result = wrapped(*args, **kwargs)
     if is_patched(model):
-        directory = Path(args[0] if args else kwargs["save_directory"])
-        values, is_main = kwargs.get("state_dict"), kwargs.get("is_main_process", True)
-        for name in kwargs.get("selected_adapters") or model.peft_config:
-            write_rotations(model, directory if name == "default" else directory / name, values, is_main, name)
+        for name, folder in folders.items():
+            write_rotations(model, folder, values, is_main, name)
     return result
+
+
+def _save_in_transformers(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `save_pretrained` of transformers, which writes only the adapters of a model that has any."""
+    if getattr(model, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True) and not is_patched(model):
+        remove_rotations(args[0] if args else kwargs["save_directory"])
+    return wrapped(*args, **kwargs)
 
 
 def _restore_first(source: str, is_loaded: bool, wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
@@ -163,4 +185,5 @@ def _guard_swaps(hotswap: ModuleType) -> None:
 
 wrapt.register_post_import_hook(_guard, "peft")
 wrapt.register_post_import_hook(_guard_swaps, "peft.utils.hotswap")
+wrapt.wrap_function_wrapper("transformers.modeling_utils", "PreTrainedModel.save_pretrained", _save_in_transformers)
 wrapt.wrap_function_wrapper("transformers.integrations.peft", "PeftAdapterMixin.load_adapter", _load_into_transformers)

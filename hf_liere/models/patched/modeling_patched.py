@@ -22,6 +22,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -80,6 +81,21 @@ class RotaryModelMixin(_Pickled, ModelBase):
         # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
             tower.rotary_patch.reset_parameters(tower)
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Also takes the names that `save_pretrained` writes: `Trainer` passes them when it resumes."""
+        own = {name: value.to("meta") for name, value in self.state_dict().items()}
+        if state_dict.keys() <= own.keys():
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        places = {id(value): name for name, value in own.items()}
+        saved = {name: places.get(id(value)) for name, value in revert_weight_conversion(self, own).items()}
+        if merged := [name for name in state_dict if name not in own and saved.get(name, name) is None]:
+            raise ValueError(
+                f"{merged[0]} is stored apart in files and part of a larger weight in {self._get_name()}: load the "
+                "folder with from_pretrained, which joins them. Trainer resumes no such model."
+            )
+        renamed = {name if name in own else saved.get(name, name): value for name, value in state_dict.items()}
+        return super().load_state_dict(renamed, *args, **kwargs)
 
     def save_pretrained(
         self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, push_to_hub=False, **kwargs

@@ -32,6 +32,9 @@ class RotaryModelType:
     def __get__(self, config: PreTrainedConfig | None, kind: type | None = None) -> str:
         return f"{TYPE_PREFIX}{self.plain}" if config is None else self.plain
 
+    def __set__(self, config: PreTrainedConfig, value: str) -> None:
+        """Ignore the type in a file: transformers sets it on the configuration that it reads."""
+
 
 class RotaryConfigMixin(SavesItsCode):
     """Configurations that check and complete `rotary_patch`, and name every Auto class in `auto_map`."""
