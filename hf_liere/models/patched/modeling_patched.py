@@ -27,6 +27,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .patched_configuration import RotaryConfigMixin, RotaryModelType, replace_config
+from .pretrained_rope import PretrainedPlanes
 from .rotary_patch import RotaryPatchConfig, plan
 from .tower_patch import TowerPlan, attach, detach, patched_towers
 
@@ -81,6 +82,16 @@ class RotaryModelMixin(_Pickled, ModelBase):
         # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
             tower.rotary_patch.reset_parameters(tower)
+
+    @property
+    def _tp_size(self) -> int | None:
+        """transformers sets it before it splits the heads of attention over processes."""
+        return vars(self).get("_tp_size")
+
+    @_tp_size.setter
+    def _tp_size(self, size: int | None) -> None:
+        _refuse_split_heads(size, [tower.rotary_encoding for _, tower in patched_towers(self)])
+        vars(self)["_tp_size"] = size
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Also takes the names that `save_pretrained` writes: `Trainer` passes them when it resumes."""
@@ -165,9 +176,20 @@ def patch_in_place(model: nn.Module, plans: list[TowerPlan], encodings: list[nn.
     """
     # All are built first: one that cannot be must not leave a model half patched.
     encodings = encodings or [planned.build_encoding() for planned in plans]
+    _refuse_split_heads(getattr(model, "_tp_size", None), encodings)
     for planned in plans:
         planned.patch.config = _change_classes(model, planned.tower.name, planned.patch.config)
     attach(plans, encodings)
+
+
+def _refuse_split_heads(size: int | None, encodings: list[nn.Module]) -> None:
+    """Raise `ValueError` if tensor parallelism would split heads that rotate differently."""
+    if (size or 1) > 1 and not all(isinstance(encoding, PretrainedPlanes) for encoding in encodings):
+        raise ValueError(
+            f"tensor parallelism (tp_plan) over {size} processes would split attention heads, and their rotations are "
+            "not split; accepted: position_encoding='rope_mixed' with rotary_init='pretrained', which rotates all heads "
+            "alike, or device_map."
+        )
 
 
 def patch_around(model: nn.Module) -> None:
