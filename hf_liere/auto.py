@@ -27,7 +27,7 @@ from .storage.saved_model import ADAPTER_CONFIG, SavedModel
 
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
 
 MODELS: dict[type[transformers.PreTrainedConfig], dict[Any, type[transformers.PreTrainedModel]]] = {
@@ -47,6 +47,15 @@ MODELS: dict[type[transformers.PreTrainedConfig], dict[Any, type[transformers.Pr
         transformers.AutoModelForTokenClassification: modeling_liere_tokens.LieRETokensForTokenClassification,
     },
 }
+
+
+# peft's names of tasks whose models have heads that a base may lack.
+HEADS = {
+    "SEQ_CLS": transformers.AutoModelForSequenceClassification,
+    "TOKEN_CLS": transformers.AutoModelForTokenClassification,
+    "QUESTION_ANS": transformers.AutoModelForQuestionAnswering,
+}
+CLASSIFIERS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
 
 
 class FamilyWithRotations:
@@ -230,7 +239,8 @@ def load_peft(
 
     Args:
         source: Folder or repository that the `save_pretrained` of peft's model wrote.
-        base: The adapted model, patched or not, or its name; `None` means the name in the adapter's configuration.
+        base: The adapted model, patched or not, or its name; `None` means the name in the adapter's configuration. A
+            name is loaded as the class that was adapted, with as many labels as a trained classifier has.
         revision: Branch, tag or commit of the adapter.
         is_trainable: Whether to train the adapter further.
         options: Arguments of the base's `from_pretrained`, such as `dtype` or `device_map`.
@@ -244,14 +254,37 @@ def load_peft(
     """
     from peft import PeftConfig, PeftModel
 
-    if base is None:
-        base = PeftConfig.from_pretrained(source, revision=revision).base_model_name_or_path
+    if not isinstance(base, transformers.PreTrainedModel):
+        adapter = PeftConfig.from_pretrained(source, revision=revision)
+        base = adapter.base_model_name_or_path if base is None else base
         if base is None:
             raise ValueError(f"The adapter {source} does not name its base model: pass it as base.")
-    if not isinstance(base, transformers.PreTrainedModel):
-        loader, _ = _loader(_read_architecture(AutoConfig.from_pretrained(base), base))
-        base = loader.from_pretrained(base, **options)
+        config = AutoConfig.from_pretrained(base)
+        labels = _count_labels(source, revision)
+        if labels not in (None, config.num_labels):
+            options = {"num_labels": labels, **options}
+        base = _adapted_class(adapter, config, source).from_pretrained(base, **options)
     return PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
+
+
+def _adapted_class(adapter: "PeftConfig", config: transformers.PreTrainedConfig, source: str | os.PathLike) -> Any:
+    """The class that was adapted, which may have a head that the base on disk lacks."""
+    if adapter.task_type in HEADS:
+        return HEADS[adapter.task_type]
+    if not adapter.auto_mapping:
+        return _loader(_read_architecture(config, source))[0]
+    name = adapter.auto_mapping["base_model_class"]
+    if not hasattr(transformers, name):
+        raise ValueError(f"{source} adapts a {name}, which transformers does not export: pass the model as base.")
+    return getattr(transformers, name)
+
+
+def _count_labels(source: str | os.PathLike, revision: str | None) -> int | None:
+    """The rows of the classifier that was trained with an adapter; `None` if there is none."""
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(str(source), device="cpu", **({"revision": revision} if revision else {}))
+    return next((len(value) for name, value in weights.items() if name.endswith(CLASSIFIERS)), None)
 
 
 def _read_architecture(config: transformers.PreTrainedConfig, checkpoint: str | os.PathLike) -> str | None:
