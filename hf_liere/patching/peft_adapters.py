@@ -122,7 +122,11 @@ def _save(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
 
 def _save_in_transformers(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `save_pretrained` of transformers, which writes only the adapters of a model that has any."""
-    if getattr(model, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True) and not is_patched(model):
+    if (
+        getattr(model, "_hf_peft_config_loaded", False)
+        and kwargs.get("is_main_process", True)
+        and not is_patched(model)
+    ):
         remove_rotations(args[0] if args else kwargs["save_directory"])
     return wrapped(*args, **kwargs)
 

@@ -69,7 +69,7 @@ def hub(hub):
 # Pages whose blocks are scripts, each of which reads what those before it saved.
 OWN_PROCESSES = ("fine_tuning.md",)
 # Libraries without an extra: blocks that import them run where they are installed.
-OPTIONAL = re.compile(r"^from (lerobot|monai|torchtune)\b", re.MULTILINE)
+OPTIONAL = re.compile(r"^(?:from|import) (deepspeed|lerobot|monai|torchtune)\b", re.MULTILINE)
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 MARKS = {
     "fine_tuning.md": pytest.mark.slow,

@@ -255,12 +255,66 @@ def test_pipeline_saves_and_loads_rotations_beside_the_plain_model_and_a_lora(tm
     assert torch.equal(sample(other), adapted)
 
 
-def test_a_plain_transformer_beside_older_rotations_is_warned_of(tmp_path, recwarn):
+def test_rotations_of_an_earlier_model_do_not_stay(tmp_path):
     patch(model := FLUX.build(), PLANES).save_pretrained(tmp_path)
-    assert not any("rotations of another" in str(warning.message) for warning in recwarn)
-    with pytest.warns(UserWarning, match="contains the rotations of another model"):
-        unpatch(model).save_pretrained(tmp_path)
+    unpatch(loaded := type(model).from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("rotary*")) and not is_patched(type(model).from_pretrained(tmp_path))
+    assert "_rotary_patch" not in loaded.config
+    # Those of `save_rotary` may be the only ones.
+    save_rotary(model, tmp_path)
+    with pytest.raises(ValueError, match="contains rotations .*which has none: move them away"):
+        loaded.save_pretrained(tmp_path)
     assert is_patched(type(model).from_pretrained(tmp_path))
+    # Files of others.
+    (tmp_path / "rotary.safetensors").unlink()
+    (tmp_path / "rotary_config.json").write_text('{"speed": 3}')
+    loaded.save_pretrained(tmp_path)
+    assert (tmp_path / "rotary_config.json").is_file()
+
+
+def test_files_of_two_models_are_refused(tmp_path):
+    patch(model := FLUX.build(), PLANES).save_pretrained(tmp_path / "patched")
+    randomize(model)
+    model.save_pretrained(tmp_path / "other")
+    unpatch(model).save_pretrained(tmp_path / "plain")
+    load = type(model).from_pretrained
+    for source, target, name, match in (
+        ("plain", "patched", "config.json", "rotations of another model: its config.json names none"),
+        ("patched", "other", "rotary.safetensors", "was not saved with rotary.safetensors as it is now"),
+    ):
+        (tmp_path / target / name).write_bytes((tmp_path / source / name).read_bytes())
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path / target)
+    for name in ("rotary.safetensors", "rotary_config.json"):
+        (tmp_path / "other" / name).unlink()
+    with pytest.raises(ValueError, match="lacks the rotations that its config.json names"):
+        load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("config", [PLANES, BLOCKS], ids=["planes", "blocks"])
+def test_averages_of_training_scripts_keep_rotations(config, tmp_path):
+    from diffusers.training_utils import EMAModel
+
+    model = patch(FLUX.build(), config)
+    averages = EMAModel(model.parameters(), decay=0.9, model_cls=type(model), model_config=model.config)
+    randomize(model)
+    averages.step(model.parameters())
+    averages.save_pretrained(tmp_path)
+    loaded = EMAModel.from_pretrained(tmp_path, model_cls=type(model))
+    assert loaded.optimization_step == 1 and len(loaded.shadow_params) == len(averages.shadow_params)
+    fresh = patch(FLUX.build(seed=1), config)
+    loaded.copy_to(fresh.parameters())
+    for parameter, expected in zip(fresh.parameters(), averages.shadow_params, strict=True):
+        assert torch.equal(parameter, expected)
+    assert is_patched(type(model).from_config(model.config))
+    # Averages of the plain model are one short.
+    plain = FLUX.build()
+    for wrong in (EMAModel(plain.parameters(), model_cls=type(plain), model_config=plain.config), averages):
+        with pytest.raises(ValueError, match="make it from the parameters and the config of the model after patch"):
+            wrong.step((plain if wrong is averages else model).parameters())
+    stale = EMAModel(model.parameters(), model_cls=type(plain), model_config=plain.config)
+    with pytest.raises(ValueError, match="model after patch"):
+        stale.save_pretrained(tmp_path / "stale")
 
 
 def test_lora_on_projections_that_blocks_rotate():

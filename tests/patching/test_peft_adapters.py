@@ -1,16 +1,26 @@
 """Adapters of peft keep the rotations of their base, or refuse a base without them; each is loaded in a new process."""
 
+import json
 import textwrap
 
 import pytest
 import torch
 import transformers
 from fresh_process import run_python
-from patching_cases import randomize
+from patching_cases import IMAGE, randomize
 from rope_cases import PLANES, build, outputs
 from safetensors.torch import load_file
 
-from hf_liere import RotaryPatchConfig, is_patched, load_peft, load_rotary, patch, rotary_parameters
+from hf_liere import (
+    RotaryPatchConfig,
+    is_patched,
+    load_peft,
+    load_rotary,
+    patch,
+    rotary_parameters,
+    save_rotary,
+    unpatch,
+)
 
 
 peft = pytest.importorskip("peft")
@@ -160,6 +170,75 @@ def test_adapters_that_are_mixed_or_swapped_have_their_rotations(base, tmp_path)
     swapped = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "first").eval()
     hotswap_adapter(swapped, str(tmp_path / "second"), "default", torch_device="cpu")
     assert torch.equal(outputs(swapped, inputs)[0], outputs(model, inputs)[0])
+
+
+def test_rotations_of_an_earlier_adapter_do_not_stay(base, tmp_path):
+    adapted(base).save_pretrained(tmp_path / "adapter")
+    model = peft.get_peft_model(plain(tmp_path), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    assert not list((tmp_path / "adapter").glob("rotary*"))
+    # The adapter that was loaded with them, too.
+    adapted(plain(tmp_path)).save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter")
+    unpatch(loaded).save_pretrained(tmp_path / "adapter")
+    assert not is_patched(peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter"))
+    # Those of `save_rotary` may be the only ones.
+    save_rotary(patch(plain(tmp_path), PLANES), tmp_path / "adapter")
+    with pytest.raises(ValueError, match="contains rotations .*which has none: move them away"):
+        model.save_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_an_adapter_of_another_folder_is_refused(has_digest, base, tmp_path):
+    """Adapters that were saved before there were digests are loaded as then."""
+    adapted(base).save_pretrained(tmp_path / "adapter")
+    peft.get_peft_model(plain(tmp_path), lora()).save_pretrained(tmp_path / "other")
+    name = "adapter_model.safetensors"
+    (tmp_path / "adapter" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    path = tmp_path / "adapter" / "rotary_config.json"
+    if has_digest:
+        with pytest.raises(ValueError, match=f"was not saved with {name} as it is now.*or delete rotary_config.json"):
+            peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter")
+        return
+    content = json.loads(path.read_text())
+    del content["beside"]
+    path.write_text(json.dumps(content))
+    assert is_patched(peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter"))
+
+
+CLASSIFIERS = {
+    "dinov2": ("Dinov2Model", None, 3),
+    "vit": ("ViTModel", None, 2),
+    "llama": ("LlamaForCausalLM", "SEQ_CLS", 3),
+    "tokens": ("LlamaForCausalLM", "TOKEN_CLS", 2),
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_load_peft_builds_the_class_that_was_adapted(name, tmp_path):
+    """On a base without its head, with the trained classifier."""
+    base, task, labels = CLASSIFIERS[name]
+    if task is None:
+        config = getattr(transformers, base).config_class(**IMAGE)
+        auto, patched = transformers.AutoModelForImageClassification, RotaryPatchConfig(position_encoding="liere")
+    else:
+        config, patched = build("llama")[0].config, PLANES
+        sequences, tokens = (
+            transformers.AutoModelForSequenceClassification,
+            transformers.AutoModelForTokenClassification,
+        )
+        auto = sequences if task == "SEQ_CLS" else tokens
+    getattr(transformers, base)(config).save_pretrained(tmp_path / "base")
+    model = patch(auto.from_pretrained(tmp_path / "base", num_labels=labels), patched)
+    copies = [*COPIES, *(["classifier"] if task is None else [])]
+    targets = [key for key in ("query", "q_proj") if any(key in name for name, _ in model.named_modules())]
+    options = {"task_type": task, "target_modules": targets, "modules_to_save": copies, "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path / "adapter")
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16)} if task is None else build("llama")[1]
+    loaded = load_peft(tmp_path / "adapter").eval()
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
 def test_two_adapters_have_rotations_of_their_own_only_as_copies(base, tmp_path):
