@@ -118,8 +118,8 @@ def remove_rotations(directory: str | Path) -> None:
         return
     if BESIDE not in content:
         raise ValueError(
-            f"{directory} contains rotations ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}) that would be loaded into this model, "
-            "which has none: move them away, or save to another directory."
+            f"{directory} contains rotations ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}) that would be loaded into this "
+            "model, which has none: move them away, or save to another directory."
         )
     path.unlink()
     if not differing_files(path.parent, {ADAPTER_WEIGHTS: content[BESIDE].get(ADAPTER_WEIGHTS, "")}):

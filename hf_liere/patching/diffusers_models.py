@@ -90,8 +90,8 @@ def _match_averages(wrapped: Callable, averages: Any, args: tuple, kwargs: dict)
     parameters = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     if len(parameters) != len(averages.shadow_params):
         raise ValueError(
-            f"This EMAModel has averages of {len(averages.shadow_params)} parameters, not of {len(parameters)}: make it "
-            "from the parameters and the config of the model after patch."
+            f"This EMAModel has averages of {len(averages.shadow_params)} parameters, not of {len(parameters)}: make "
+            "it from the parameters and the config of the model after patch."
         )
     return wrapped(parameters)
 

@@ -1,9 +1,9 @@
-"""Weights whose names in files are not those of the model: reloaded, and read by Trainer as an uninterrupted run has them."""
+"""Weights with other names in files than in the model are read by `from_pretrained`, and by Trainer to the bit."""
 
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, CLIP_TEXT, IMAGE, SMALL
+from patching_cases import CASES, CLIP_TEXT, IMAGE
 from rope_cases import PLANES, TEXT
 from safetensors.torch import load_file
 from torch import nn

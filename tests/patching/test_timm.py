@@ -527,6 +527,25 @@ def create(name="liere_vit_tiny_patch16_224", **options):
     return timm.create_model(name, **{"num_classes": 3, "img_size": 32, "in_chans": 1, "depth": 2, **options})
 
 
+@pytest.mark.parametrize("encoding", ["comrope_ld", "rope_mixed"])
+def test_muon_leaves_rotations_that_are_named_to_adamw(encoding):
+    """As on the page, with the shapes of ViT-S, of which Muon would take some."""
+    taken = {}
+    for fallback in ((), ("*rotary_encoding*",)):
+        shape = {"embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 0.25, "num_classes": 5}
+        model = timm.models.VisionTransformer(img_size=32, patch_size=8, **shape)
+        patch(model, RotaryPatchConfig(position_encoding=encoding))
+        # Orthogonalising all weights takes a minute.
+        model.blocks[1:].requires_grad_(False)
+        optimizer = create_optimizer_v2(model, opt="muon", lr=1e-3, weight_decay=0.05, fallback_list=fallback)
+        model(torch.randn(2, 3, 32, 32)).square().mean().backward()
+        optimizer.step()
+        taken[fallback] = [name for name, value in rotary_parameters(model) if optimizer.state[value].get("use_muon")]
+        assert optimizer.state[model.blocks[0].attn.qkv.weight]["use_muon"]
+    assert taken[("*rotary_encoding*",)] == []
+    assert taken[()] or encoding != "comrope_ld"
+
+
 def test_training_by_the_parts_of_timms_script(tmp_path):
     """A model by its registered name: optimizer, schedule, average of weights and checkpoint of timm."""
     torch.manual_seed(0)

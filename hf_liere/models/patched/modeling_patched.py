@@ -91,7 +91,7 @@ class RotaryModelMixin(_Pickled, ModelBase):
     @_tp_size.setter
     def _tp_size(self, size: int | None) -> None:
         _refuse_split_heads(size, [tower.rotary_encoding for _, tower in patched_towers(self)])
-        vars(self)["_tp_size"] = size
+        self.__dict__["_tp_size"] = size
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Also takes the names that `save_pretrained` writes: `Trainer` passes them when it resumes."""
@@ -186,9 +186,8 @@ def _refuse_split_heads(size: int | None, encodings: list[nn.Module]) -> None:
     """Raise `ValueError` if tensor parallelism would split heads that rotate differently."""
     if (size or 1) > 1 and not all(isinstance(encoding, PretrainedPlanes) for encoding in encodings):
         raise ValueError(
-            f"tensor parallelism (tp_plan) over {size} processes would split attention heads, and their rotations are "
-            "not split; accepted: position_encoding='rope_mixed' with rotary_init='pretrained', which rotates all heads "
-            "alike, or device_map."
+            f"tensor parallelism (tp_plan) over {size} processes splits heads, but not their rotations; accepted: "
+            "position_encoding='rope_mixed' with rotary_init='pretrained', which rotates all heads alike."
         )
 
 
