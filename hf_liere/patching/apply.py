@@ -39,29 +39,15 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     `rotary_patch`. So `save_pretrained`, `push_to_hub` and the checkpoints of `Trainer` contain the rotations, and the
     Auto classes restore them. Use `save_rotary` to save the rotations alone.
 
-    With peft, train and save generators beside its adapters as `modules_to_save`:
-
     ```python
-    import torch
-    from hf_liere import RotaryPatchConfig, patch, rotary_parameters
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from hf_liere import RotaryPatchConfig, patch
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
-    base = CLIPVisionModel(CLIPVisionConfig(image_size=64, num_hidden_layers=2))  # or from_pretrained(…)
-    base.save_pretrained("base")
-    config = RotaryPatchConfig(position_encoding="comrope_ld", block_size=8)
-    lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["rotary_encoding"])
-    model = get_peft_model(patch(base, config), lora)
-    rotations = dict(rotary_parameters(model))
-    others = [value for name, value in model.named_parameters() if value.requires_grad and name not in rotations]
-    groups = [{"params": others}, {"params": list(rotations.values()), "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    model(torch.randn(2, 3, 64, 64)).pooler_output.square().mean().backward()
-    optimizer.step()
-    model.save_pretrained("adapter")
-
-    restored = PeftModel.from_pretrained(CLIPVisionModel.from_pretrained("base"), "adapter")  # with its rotations
+    model = CLIPVisionModel(CLIPVisionConfig(image_size=64, num_hidden_layers=2))  # or from_pretrained(…)
+    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
     ```
+
+    With peft, train and save generators beside its adapters as `modules_to_save`; see the example of `load_peft`.
 
     Returns:
         The same model.
@@ -171,7 +157,7 @@ def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     (name, parameter) of generators and multipliers: train them without weight decay.
 
     peft freezes them, except with `LoraConfig(…, modules_to_save=["rotary_encoding"])`: then these are peft's trainable
-    copies, which its `save_pretrained` writes; see the example of [`patch`].
+    copies, which its `save_pretrained` writes; see the example of `load_peft`.
 
     ```python
     import hf_liere

@@ -1,8 +1,5 @@
 """Adapters: saved rotations give the same bits on a fresh base, also beside adapters of peft."""
 
-import inspect
-import re
-
 import pytest
 import torch
 from patching_cases import CASES, build, randomize, run, same_bits
@@ -26,22 +23,6 @@ def test_adapter_gives_the_same_bits_on_a_fresh_base(name, tmp_path):
 @pytest.mark.parametrize("names", [["clip", "vivit"], pytest.param(list(CASES), marks=pytest.mark.slow)])
 def test_adapters_in_a_fresh_process(names, tmp_path):
     check_adapters({name: build_patched(name) for name in names}, tmp_path, "patching_cases")
-
-
-def test_docstring_example_with_peft_runs_as_written(tmp_path, monkeypatch):
-    pytest.importorskip("peft")
-    (example,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(patch), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(example, names)
-    model, restored = names["model"].eval(), names["restored"].eval()
-    trained, loaded = dict(rotary_parameters(model)), dict(rotary_parameters(restored))
-    assert len(loaded) == 2 and loaded.keys() == trained.keys()
-    # Two projections in two layers, each with two matrices of its adapter.
-    assert sum(len(group["params"]) for group in names["groups"]) == 2 * 2 * 2 + len(trained)
-    assert all(torch.equal(loaded[name], trained[name]) and loaded[name].any() for name in trained)
-    pixels = torch.randn(1, 3, 64, 64)
-    assert torch.equal(restored(pixels).pooler_output, model(pixels).pooler_output)
 
 
 def test_adapter_knows_its_base_in_another_precision_and_not_one_that_was_trained(tmp_path):
