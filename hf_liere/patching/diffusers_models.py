@@ -79,7 +79,9 @@ def _build(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `ConfigMixin.from_config(config, …)`, which `from_pretrained` also calls."""
     result = wrapped(*args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
-    if not _loading.get() and CONFIG_FIELD in model.config and not is_patched(model):
+    is_new = not _loading.get() and CONFIG_FIELD in model.config and not is_patched(model)
+    # A model without values has no frequencies to start from.
+    if is_new and not any(parameter.is_meta for parameter in model.parameters()):
         patch(model, RotaryPatchConfig.from_dict(model.config[CONFIG_FIELD]))
     return result
 
