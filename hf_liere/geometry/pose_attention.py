@@ -34,7 +34,7 @@ def pose_attention_forward(
     Args:
         query, key, value: (B, H, N, head_dim), keys and values also of fewer heads.
         poses: As for [`PoseEmbedding.forward`]: (B, N, 4, 4) or (N, 4, 4) of all tokens, class and register tokens
-            included, or the result of [`PoseEmbedding.frames`].
+            included, or the result of [`PoseEmbedding.frames`], with any options.
 
     Returns:
         (B, N, H, head_dim), and `None` for the weights.
@@ -47,7 +47,8 @@ def pose_attention_forward(
             f"attn_implementation={POSE_ATTENTION!r} needs the poses of all tokens, and none were given: call "
             "model(…, poses=poses) with (batch, tokens, 4, 4) matrices from camera to world."
         )
-    embedding = PoseEmbedding(query.shape[-1])
+    options = poses.options if isinstance(poses, PoseFrames) else {}
+    embedding: PoseEmbedding = PoseEmbedding(**{"head_dim": query.shape[-1], **options})  # type: ignore[arg-type]
     frames = poses if isinstance(poses, PoseFrames) else embedding.frames(poses)
     query, key, value = embedding(query, key, value, frames)
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -36,12 +36,14 @@ class PoseFrames(NamedTuple):
         from_camera: (1 or B, N, 4, 4) their inverses.
         reference: (1 or B, 4, 4) pose of the reference frame.
         patches: Rotations R(p) of the channels for patches, or `None`.
+        options: Arguments of the `PoseEmbedding` that the matrices depend on.
     """
 
     to_camera: torch.Tensor
     from_camera: torch.Tensor
     reference: torch.Tensor
-    patches: PlaneRotation | None = None
+    patches: PlaneRotation | None
+    options: dict[str, float]
 
 
 class PoseEmbedding(nn.Module):
@@ -81,7 +83,8 @@ class PoseEmbedding(nn.Module):
     prope = PoseEmbedding(head_dim=64, patch_share=0.5)
     poses = torch.eye(4).repeat(2, 3 * 16, 1, 1)  # 3 cameras with 16 patches each, camera after camera
     intrinsics = torch.tensor([[200.0, 0, 128], [0, 200, 96], [0, 0, 1]]).repeat(2, 3 * 16, 1, 1)
-    frames = prope.frames(poses, intrinsics=intrinsics, image_size=(192, 256), patches=grid_positions((4, 4)))
+    patches = grid_positions((4, 4), coordinates="index")  # PRoPE counts patches
+    frames = prope.frames(poses, intrinsics=intrinsics, image_size=(192, 256), patches=patches)
     query, key, value = prope(*torch.randn(3, 2, 8, 48, 64), frames)
     ```
 
@@ -150,8 +153,8 @@ class PoseEmbedding(nn.Module):
             known: (B, N) or (N,), true where the pose is known. Other poses (and intrinsics) are ignored: D is the
                 identity there, as if the token stood in the reference frame. Attention stays invariant under a motion
                 of the scene, but scores with such tokens depend on the choice of the reference.
-            patches: (N, 2) or (B, N, 2) positions of tokens in their images, or [`grid_positions`]; if a divisor of N,
-                those of one image, repeated for every camera. Required with `patch_share`.
+            patches: (N, 2) or (B, N, 2) positions of tokens in their images, or [`grid_positions`], in PRoPE indices of
+                patches; if a divisor of N, those of one image, repeated for every camera. Required with `patch_share`.
             reference: (4, 4) or (B, 4, 4) pose relative to which matrices are computed. `None` means the first known
                 pose of each sample, and the world's frame without any. If all poses are known it matters for rounding
                 alone. Queries and keys need the same: pass `reference` of the queries' frames for keys of other tokens,
@@ -160,6 +163,7 @@ class PoseEmbedding(nn.Module):
         Raises:
             ValueError: if shapes do not fit, options are missing, or a matrix is not a pose (with the deviation).
         """
+        _require_tensors(known=known, reference=reference)
         poses = _as_batch("poses", poses, (4, 4))  # (1 or B, N, 4, 4)
         tokens = poses.shape[1]
         if known is not None:
@@ -177,10 +181,10 @@ class PoseEmbedding(nn.Module):
                 to_image, from_image = _projections(intrinsics, image_size, known, poses)
                 to_camera, from_camera = to_image @ to_camera, from_camera @ from_image
             elif image_size is not None:
-                raise ValueError(f"image_size={tuple(image_size)} was given without intrinsics.")
+                raise ValueError(f"image_size={image_size} was given without intrinsics.")
             if known is not None:
                 to_camera, from_camera = _where_known(known, to_camera), _where_known(known, from_camera)
-        return PoseFrames(to_camera, from_camera, reference, self._patch_rotations(patches, tokens))
+        return PoseFrames(to_camera, from_camera, reference, self._patch_rotations(patches, tokens), self.options)
 
     def forward(
         self,
@@ -236,16 +240,23 @@ class PoseEmbedding(nn.Module):
             patches = patches.transpose()
         return self._transform(output, frames.to_camera, patches)
 
+    @property
+    def options(self) -> dict[str, float]:
+        """Arguments that the matrices of [`frames`] depend on."""
+        of_patches = ("head_dim", "patch_share", "rope_theta") if self.rotary is not None else ()
+        return {name: getattr(self, name) for name in ("translation_scale", *of_patches)}
+
     def extra_repr(self) -> str:
-        return (
-            f"head_dim={self.head_dim}, patch_share={self.patch_share}, translation_scale={self.translation_scale}, "
-            f"rope_theta={self.rope_theta}"
-        )
+        return _name({"head_dim": self.head_dim, **self.options})
 
     def _find_frames(self, poses: torch.Tensor | PoseFrames, reference: torch.Tensor | None = None) -> PoseFrames:
-        if isinstance(poses, PoseFrames):
-            return poses
-        return self.frames(poses, reference=reference)
+        if not isinstance(poses, PoseFrames):
+            return self.frames(poses, reference=reference)
+        if poses.options != self.options:
+            raise ValueError(
+                f"The frames are of a PoseEmbedding with {_name(poses.options)}; this one has {_name(self.options)}."
+            )
+        return poses
 
     def _patch_rotations(self, patches: torch.Tensor | TokenPositions | None, tokens: int) -> PlaneRotation | None:
         """Rotations of all tokens, those of one image repeated."""
@@ -277,6 +288,7 @@ class PoseEmbedding(nn.Module):
             )
 
     def _check_states(self, name: str, states: torch.Tensor, frames: PoseFrames) -> None:
+        _require_tensors(**{name: states})
         if states.ndim != 4 or states.shape[3] != self.head_dim:
             raise ValueError(
                 f"{name} of shape {tuple(states.shape)} must be (batch, heads, tokens, head_dim={self.head_dim})."
@@ -295,8 +307,6 @@ class PoseEmbedding(nn.Module):
                 f"There are patches of {frames.patches.num_samples()} samples, but {name} of shape "
                 f"{tuple(states.shape)}: patches of 1 or {states.shape[0]} samples are needed."
             )
-        if (frames.patches is None) != (self.rotary is None):
-            raise ValueError(f"The frames are of a PoseEmbedding with another patch_share than {self.patch_share}.")
 
     def _transform(self, states: torch.Tensor, matrices: torch.Tensor, patches: PlaneRotation | None) -> torch.Tensor:
         """(B, H, N, head_dim) states by (1 or B, N, 4, 4) matrices, and the last channels by rotations of patches."""
@@ -324,12 +334,31 @@ def _check_same_reference(frames: PoseFrames, key_frames: PoseFrames) -> None:
     )
 
 
+def _require_tensors(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed, such as torch.tensor({name}).")
+
+
+def _are_sides(image_size: object) -> bool:
+    try:
+        height, width = image_size  # type: ignore[misc]  # what is not a pair raises
+        return 0 < height < float("inf") and 0 < width < float("inf")
+    except (TypeError, ValueError):
+        return False
+
+
+def _name(options: dict[str, float]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
 def _as_batch(name: str, matrices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """(1 or B, N, …) from (B, N, …) or (N, …) float32 or float64 matrices."""
-    if matrices.ndim not in (3, 4) or matrices.shape[-2:] != shape:
+    _require_tensors(**{name: matrices})
+    if matrices.ndim not in (3, 4) or matrices.shape[-2:] != shape or not matrices.shape[-3]:
         raise ValueError(
             f"{name} of shape {tuple(matrices.shape)} must be (batch, tokens, {shape[0]}, {shape[1]}) or (tokens, "
-            f"{shape[0]}, {shape[1]})."
+            f"{shape[0]}, {shape[1]}), with at least one token."
         )
     if matrices.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{name} are {matrices.dtype}; float32 or float64 is needed, whatever the type of the states.")
@@ -380,8 +409,11 @@ def _projections(
             f"intrinsics are of {intrinsics.shape[1]} tokens in {len(intrinsics)} samples and poses of "
             f"{poses.shape[1]} in {len(poses)}."
         )
-    if image_size is None or len(image_size) != 2 or min(image_size) <= 0:
-        raise ValueError(f"image_size={image_size} must be (height, width) of the image in the pixels of intrinsics.")
+    if not _are_sides(image_size):
+        raise ValueError(
+            f"image_size={image_size!r} must be (height, width) of the image in the pixels of intrinsics, two positive "
+            "numbers."
+        )
     if known is not None:
         intrinsics = _where_known(known, intrinsics)
     check_intrinsics(intrinsics)

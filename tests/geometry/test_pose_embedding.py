@@ -5,11 +5,27 @@ import logging
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_liere import LieRETokensConfig, LieRETokensForTokenClassification, PoseEmbedding, grid_positions
+from transformers import AttentionInterface, AutoModelForImageClassification, AutoModelForTokenClassification
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+
+from hf_liere import (
+    LieRETokensConfig,
+    LieRETokensForTokenClassification,
+    LieREVideoConfig,
+    LieREVideoForVideoClassification,
+    LieREViTBackbone,
+    LieREViTConfig,
+    LieREViTForImageClassification,
+    PoseEmbedding,
+    RotaryPatchConfig,
+    grid_positions,
+    patch,
+)
 
 
 HEADS, HEAD_DIM = 2, 16
@@ -92,24 +108,35 @@ def test_equals_gta(scale):
     torch.testing.assert_close(found, expected(states, tiled(worlds_to_cameras)), rtol=1e-11, atol=1e-11)
 
 
+def prope_transforms(poses, intrinsics, columns, width):
+    """
+    (B, N, width, width) matrices of tokens in images of 192 × 256 with `columns` patches in a row: projections, and
+    for the last half of the channels axial RoPE of base 100 by the indices of patches.
+    """
+    pixels = torch.tensor([[1 / 256, 0, -0.5], [0, 1 / 192, -0.5], [0, 0, 1]], dtype=torch.float64)
+    projections = torch.eye(4, dtype=torch.float64).repeat(*poses.shape[:2], 1, 1)
+    # f_x / w, f_y / h, c_x / w − ½, c_y / h − ½, as the code of PRoPE normalises them.
+    projections[..., :3, :3] = pixels @ intrinsics.double()
+    half, planes = width // 2, width // 8
+    transforms = torch.zeros(*poses.shape[:2], width, width, dtype=torch.float64)
+    transforms[..., :half, :half] = tiled(projections @ torch.linalg.inv(poses.double()), half)
+    for token in range(poses.shape[1]):
+        for axis, place in enumerate(divmod(token, columns)):
+            for plane in range(planes):
+                angle = torch.tensor(-place * 100 ** (-plane / planes), dtype=torch.float64)
+                first = half + 2 * (planes * axis + plane)
+                turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+                transforms[:, token, first : first + 2, first : first + 2] = turn
+    return transforms
+
+
 def test_equals_prope():
-    """Two cameras with six patches each; the last half of the channels is rotated by axial RoPE of base 100."""
+    """Two cameras with six patches each."""
     poses, intrinsics = (each.repeat_interleave(6, dim=1) for each in (random_poses(2, 2), random_intrinsics(2, 2)))
     states, layer = random_states(2, 12), PoseEmbedding(HEAD_DIM, patch_share=0.5)
     frames = layer.frames(poses, intrinsics=intrinsics, image_size=(192, 256), patches=grid_positions((2, 3), "index"))
-    projections = torch.eye(4, dtype=torch.float64).repeat(2, 12, 1, 1)
-    # f_x / w, f_y / h, c_x / w − ½, c_y / h − ½, as the code of PRoPE normalises them.
-    pixels = torch.tensor([[1 / 256, 0, -0.5], [0, 1 / 192, -0.5], [0, 0, 1]], dtype=torch.float64)
-    projections[..., :3, :3] = pixels @ intrinsics
-    projections = tiled(projections @ torch.linalg.inv(poses), 8)
-    transforms = torch.zeros(2, 12, 16, 16, dtype=torch.float64)
-    transforms[..., :8, :8] = projections
-    for token in range(12):
-        for axis, place in enumerate(divmod(token % 6, 3)):
-            for plane, frequency in enumerate([1.0, 0.1]):
-                angle, first = torch.tensor(-place * frequency, dtype=torch.float64), 8 + 4 * axis + 2 * plane
-                turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
-                transforms[:, token, first : first + 2, first : first + 2] = turn
+    cameras = [prope_transforms(poses[:, part], intrinsics[:, part], 3, 16) for part in (slice(6), slice(6, 12))]
+    transforms = torch.cat(cameras, dim=1)
     # The layer of axial RoPE has cosines and sines in float32.
     assert largest_difference(attend(layer, states, frames), expected(states, transforms)) < 1e-6
 
@@ -200,11 +227,21 @@ def test_without_known_poses_nothing_changes():
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_examples_run():
+def test_examples_run_and_the_second_is_prope():
     blocks = re.findall(r"```python\n(.*?)```", inspect.getdoc(PoseEmbedding), re.DOTALL)
     assert len(blocks) == 2
+    example: dict = {}
     for block in blocks:
-        exec(block, {})
+        exec(block, example)
+    poses, intrinsics, width = example["poses"], example["intrinsics"], example["prope"].head_dim
+    cameras = range(0, poses.shape[1], 16)
+    parts = [prope_transforms(poses[:, at : at + 16], intrinsics[:, at : at + 16], 4, width) for at in cameras]
+    transforms = torch.cat(parts, dim=1)
+    query, key = torch.randn(2, *poses.shape[:2], width, dtype=torch.float64)
+    wanted = (query[:, :, None] @ transforms).squeeze(2) @ (torch.linalg.inv(transforms) @ key[..., None])[..., 0].mT
+    found_query, found_key, _ = example["prope"](*(each[:, None] for each in (query, key, key)), example["frames"])
+    # The layer of axial RoPE has cosines and sines in float32.
+    assert largest_difference((found_query @ found_key.mT)[:, 0], wanted) < 1e-6
 
 
 def test_samples_share_poses():
@@ -364,6 +401,12 @@ def test_sizes_that_do_not_fit(options, message):
     "options, message",
     [
         ({"poses": torch.eye(3).expand(2, 4, 3, 3)}, r"poses of shape \(2, 4, 3, 3\)"),
+        ({"poses": torch.empty(2, 0, 4, 4)}, r"poses of shape \(2, 0, 4, 4\).*at least one token"),
+        ({"poses": [[1.0]]}, "poses is a list; a tensor is needed"),
+        ({"known": [True] * 4}, "known is a list; a tensor is needed"),
+        ({"reference": np.eye(4)}, "reference is a ndarray; a tensor is needed"),
+        ({"intrinsics": torch.eye(3).expand(2, 4, 3, 3), "image_size": (math.nan, 2)}, r"image_size=\(nan, 2\)"),
+        ({"intrinsics": torch.eye(3).expand(2, 4, 3, 3), "image_size": 224}, "image_size=224 must be"),
         ({"poses": torch.eye(4).half().expand(2, 4, 4, 4)}, "torch.float16; float32 or float64"),
         ({"intrinsics": torch.eye(3).expand(2, 4, 3, 3)}, "image_size=None"),
         ({"image_size": (4, 4)}, "without intrinsics"),
@@ -395,8 +438,24 @@ def test_states_that_do_not_fit():
         layer.frames(random_poses(2, 4), patches=torch.rand(3, 2))
     with pytest.raises(ValueError, match="patches of 3 samples"):
         layer(*states, layer.frames(random_poses(2, 4), patches=torch.rand(3, 4, 2)))
-    with pytest.raises(ValueError, match="another patch_share than 0.5"):
+    with pytest.raises(ValueError, match="query is a list"):
+        layer([[1.0]], *states[1:], layer.frames(random_poses(2, 4), patches=torch.rand(4, 2)))
+    with pytest.raises(ValueError, match="translation_scale=1.0; this one has .*patch_share=0.5"):
         layer(*states, PoseEmbedding(HEAD_DIM).frames(random_poses(2, 4)))
+
+
+@pytest.mark.parametrize("options", [{"translation_scale": 0.1}, {"patch_share": 0.5, "rope_theta": 50.0}])
+def test_frames_of_another_layer(options):
+    fixed, poses = torch.eye(4, dtype=torch.float64), random_poses(2, 4)
+    other = PoseEmbedding(HEAD_DIM, **options)
+    patches = None if other.rotary is None else grid_positions((2, 2))
+    layer, states = PoseEmbedding(HEAD_DIM, patch_share=other.patch_share), random_states(2, 4)
+    own, others = (each.frames(poses, reference=fixed, patches=patches) for each in (layer, other))
+    name, value = list(options.items())[-1]
+    with pytest.raises(ValueError, match=f"{name}={value}.*this one has .*{name}={getattr(layer, name)}"):
+        layer(*states, own, others)
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        layer.undo(states[0], others)
 
 
 @pytest.mark.parametrize("dtype, warned", [(torch.float32, True), (torch.float64, False)])
@@ -462,3 +521,89 @@ def test_a_model_needs_the_poses_of_all_tokens():
         tokens_model()(features)
     with pytest.raises(ValueError, match="poses of 6 tokens in 1 samples, but query of shape"):
         tokens_model(use_class_token=True)(features, poses=poses)
+
+
+def test_a_saved_model_attends_by_poses(tmp_path):
+    """Also when a patched model of transformers is saved; a name that is asked for comes before the saved one."""
+    features, poses = torch.randn(2, 6, 3), random_poses(2, 6)
+    model = tokens_model()
+    model.save_pretrained(tmp_path / "tokens")
+    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "tokens").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(features, poses=poses).logits, model(features, poses=poses).logits)
+    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "tokens", attn_implementation="sdpa")
+    loaded.save_pretrained(tmp_path / "sdpa")
+    assert "attn_implementation" not in (tmp_path / "sdpa" / "config.json").read_text()
+
+    images, poses = torch.randn(1, 3, 16, 16), random_poses(5)
+    patched = patched_vit()
+    patched.set_attn_implementation("pose_embedding")
+    patched.save_pretrained(tmp_path / "patched")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "patched").eval()
+    with torch.no_grad():
+        wanted = patched(images, poses=poses).logits
+        assert torch.equal(loaded(images, poses=poses).logits, wanted)
+        assert (patched(images, poses=poses.flip(0)).logits - wanted).abs().max() > 1e-4
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+IMAGES = {"image_size": 16, "patch_size": 8, **SIZES}
+
+
+def patched_vit():
+    model = ViTForImageClassification(ViTConfig(initializer_range=0.3, **IMAGES)).eval()
+    patch(model, RotaryPatchConfig(position_encoding="liere"))
+    return model
+
+
+def patched_llama():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **SIZES)).eval()
+    patch(model, RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "build, inputs",
+    [
+        (lambda: LieREViTForImageClassification(LieREViTConfig(**IMAGES)), torch.randn(1, 3, 16, 16)),
+        (lambda: LieREViTBackbone(LieREViTConfig(**IMAGES)), torch.randn(1, 3, 16, 16)),
+        (
+            lambda: LieREVideoForVideoClassification(LieREVideoConfig(num_frames=2, **IMAGES)),
+            torch.randn(1, 2, 3, 16, 16),
+        ),
+        (tokens_model, torch.randn(1, 5, 3)),
+        (patched_vit, torch.randn(1, 3, 16, 16)),
+        (patched_llama, torch.arange(5)[None]),
+    ],
+)
+def test_poses_that_attention_would_ignore(build, inputs, implementation):
+    model = build().eval()
+    model.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match=f"poses were given, but attn_implementation='{implementation}' ignores them"):
+        model(inputs, poses=random_poses(5))
+    model(inputs, poses=None)
+
+
+def test_other_attention_that_takes_poses(tmp_path):
+    """The name of a user's own attention function is saved as well, and frames keep the options of their layer."""
+
+    def scaled(module, query, key, value, mask, poses=None, **kwargs):
+        frames = PoseEmbedding(HEAD_DIM, translation_scale=0.1).frames(poses)
+        return AttentionInterface()["pose_embedding"](module, query, key, value, mask, poses=frames, **kwargs)
+
+    AttentionInterface.register("scaled_poses", scaled)
+    try:
+        model, features, poses = tokens_model(), torch.randn(1, 6, 3), random_poses(1, 6)
+        model.set_attn_implementation("scaled_poses")
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForTokenClassification.from_pretrained(tmp_path).eval()
+        shrunk = poses.clone()
+        shrunk[..., :3, 3] *= 0.1
+        with torch.no_grad():
+            found = loaded(features, poses=poses).logits
+            assert torch.equal(found, model(features, poses=poses).logits)
+            loaded.set_attn_implementation("pose_embedding")
+            torch.testing.assert_close(found, loaded(features, poses=shrunk).logits, rtol=1e-5, atol=1e-5)
+    finally:
+        del AttentionInterface._global_mapping["scaled_poses"]

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from transformers import PreTrainedConfig
 
-from ..saved_code import SavesItsCode
+from ..transformer.pose_arguments import SavesPoseAttention
 from .rotary_patch import RotaryPatchConfig
 
 
@@ -36,7 +36,7 @@ class RotaryModelType:
         """Ignore the type in a file: transformers sets it on the configuration that it reads."""
 
 
-class RotaryConfigMixin(SavesItsCode):
+class RotaryConfigMixin(SavesPoseAttention):
     """Configurations that check and complete `rotary_patch`, and name every Auto class in `auto_map`."""
 
     # The part for images of a configuration with several is another class.

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from ..encoding.displacements import draw_displacements
 from ..encoding.encoding_traits import rotated_prefix
@@ -22,6 +22,7 @@ from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import product_dtype, working_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..transformer.configuration_liere import pair
+from ..transformer.pose_arguments import find_attention
 from .module_inspection import View, takes
 from .tower_patch import thread
 from .vision_towers import position_table
@@ -87,7 +88,7 @@ def rotary_attention_forward(
     rotated = rotation.rotate(rotation.change_basis(query), rotation.change_basis(key))  # 2 × (B, H, N, D)
     query, key = _match_strides(rotated[0], query), _match_strides(rotated[1], key)
     implementation = config.base._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, config.eager)
+    function = find_attention(implementation, config.eager, kwargs.get("poses"))
     if implementation not in ("eager", "sdpa", "flex_attention"):
         # These implementations read their name from the configuration of the module.
         module = View(module, config=config.base)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..encoding.encoding_traits import rotary_traits
+from ..transformer.pose_arguments import find_attention
 from .attention_probe import Probe
 from .coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
 from .module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
@@ -208,6 +209,8 @@ def prepare_layer(
 ):
     """Forward pre-hook of an attention module whose arguments have these names: passes cos and sin of its layer."""
     options = {**dict(zip(names, args)), **kwargs}
+    if options.get("poses") is not None:
+        find_attention(attention.config._attn_implementation, type(attention).forward, options["poses"])
     carriers = [name for name in options if name.startswith("position_embeddings") and options[name] is not None]
     thread.rotation = None
     states = options[names[0]]  # (…, prefix + N, hidden_size)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix, rotated_prefix
 from ..encoding.rotary_fields import GridFields, RotaryFields
-from ..saved_code import SavesItsCode
+from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels, check_tokens
 
 
@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 
 @strict
-class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
+class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     r"""
     Fields of all configurations: the transformer and its position encoding, see [`RotaryFields`]. Subclasses add
     `num_axes`, the number of axes of a position.

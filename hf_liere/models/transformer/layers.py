@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding.projections import fold_into, project
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.model_basis import rotate_back
 from ..rotation.rotation import TokenRotation
 from .configuration_liere import LieREConfig
+from .pose_arguments import find_attention
 
 
 def eager_attention_forward(
@@ -85,9 +85,8 @@ class LieREAttention(nn.Module):
             value, _ = of_values.rotate(value, value[:0])
 
         # The implementations of transformers refuse empty batches.
-        implementation = self.config._attn_implementation if input_shape[0] else "eager"
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        attended, weights = attention_interface(
+        attend = find_attention(self.config._attn_implementation, eager_attention_forward, kwargs.get("poses"))
+        attended, weights = (attend if input_shape[0] else eager_attention_forward)(
             self,
             query,
             key,
