@@ -3,8 +3,8 @@ Gradient accumulation in the group: dL/dR of all micro-batches of an optimizer s
 the exponentials runs once, since it is linear and rotations of equal positions and generators are equal.
 
 The sums are the part of the generators' gradient that is not computed yet. They therefore share its life: a later
-backward pass adds them to what it passes to the generators, `zero_grad` forgets them, and optimizers refuse to step
-before.
+backward pass adds them to what it passes to the generators, and `zero_grad` forgets them. Until then optimizers refuse to
+step, and gradients refuse to be read.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ from .grouped_rotation import Rotation
 
 # Once this much is kept, rotations of further grids have their backward pass in every micro-batch.
 KEPT_BYTES = 1 << 30
+# What `zero_grad` and its like call; none of them returns a value of the gradient.
+UNREAD = ("detach_", "requires_grad_", "zero_", "_foreach_zero_", "zeros_like", "size", "dim", "numel", "__repr__")
 _in_use: "weakref.WeakSet[RotationAccumulation]" = weakref.WeakSet()
 
 
@@ -52,7 +54,8 @@ def accumulate_rotations(model: nn.Module, *, sync_gradients: bool) -> Iterator[
 
     Between micro-batches the rotations of every grid stay in memory with what their backward pass needs, and the sums
     of their gradients. `zero_grad` between micro-batches forgets the sums, except under FSDP, where it has no gradients
-    to zero. Encodings other than LieRE and RoPE-Mixed, positions that are not those of a grid (given or perturbed
+    to zero. Whatever else reads or changes the generators' gradients between micro-batches raises an error: clip them, log
+    them and add them up after the last one. Encodings other than LieRE and RoPE-Mixed, positions that are not those of a grid (given or perturbed
     ones), compiled models and replicas of `DataParallel` accumulate as without it.
 
     Args:
@@ -62,7 +65,8 @@ def accumulate_rotations(model: nn.Module, *, sync_gradients: bool) -> Iterator[
 
     Raises:
         ValueError: for a DeepSpeed engine, which removes gradients between micro-batches.
-        RuntimeError: from an optimizer of the generators that steps before the last micro-batch.
+        RuntimeError: from an optimizer of the generators that steps before the last micro-batch, from whatever computes
+            with their gradients before, and from `torch.autograd.grad` of a loss by them.
     """
     parameters = list(model.parameters())
     if type(model).__module__.startswith("deepspeed.") or any(hasattr(parameter, "ds_id") for parameter in parameters):
@@ -76,6 +80,24 @@ def accumulate_rotations(model: nn.Module, *, sync_gradients: bool) -> Iterator[
                 own = list(module.parameters())
                 contexts.enter_context(module.rotation_accumulation.micro_batch(not sync_gradients, own))
         yield
+
+
+class IncompleteGradient(torch.Tensor):
+    """The gradient of generators while sums are held: it has a form, can be set to zero, and cannot be read."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ == "__get__":
+            return super().__torch_function__(function, types, args, kwargs)
+        # Dispatch modes, such as profilers, call operators of the backward pass from Python.
+        if function.__name__ not in UNREAD and not isinstance(function, torch._ops.OpOverload):
+            raise RuntimeError(
+                f"{function.__name__} of a gradient of learned rotations, which is complete after the last micro-batch of "
+                "accumulate_rotations: with sync_gradients=True, and rotations that are not frozen. Clip, log, move or "
+                "scale gradients after that, or accumulate without accumulate_rotations."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
 
 class RotationAccumulation:
@@ -93,6 +115,9 @@ class RotationAccumulation:
         self._hooks: dict[nn.Parameter, tuple[RemovableHandle, RemovableHandle]] = {}
         # The gradient of each parameter after the last backward pass, and its version.
         self._noted: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
+        # Backward passes that used the sums, and those whose gradients are on their way to a parameter.
+        self._users: set[int] = set()
+        self._arriving: set[tuple[int, nn.Parameter]] = set()
 
     def __deepcopy__(self, memo) -> "RotationAccumulation":
         return RotationAccumulation()
@@ -102,8 +127,21 @@ class RotationAccumulation:
 
     @contextlib.contextmanager
     def micro_batch(self, holding: bool, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Hold the sums, or not, inside this context; `parameters` are those of the encoding."""
+        """
+        Hold the sums, or not, inside this context.
+
+        Args:
+            parameters: Those of the encoding.
+
+        Raises:
+            RuntimeError: if none of them can take the sums in the last micro-batch.
+        """
         self._forget_zeroed()
+        if not holding and self._has_sums() and not any(parameter.requires_grad for parameter in parameters):
+            raise RuntimeError(
+                "Learned rotations were frozen (requires_grad=False) between the micro-batches of a step, so their "
+                "gradients cannot be completed: freeze them after the optimizer's step, or call zero_grad() first."
+            )
         before, self.holding = self.holding, holding
         if holding:
             self._follow(parameters)
@@ -146,6 +184,7 @@ class RotationAccumulation:
     def add(self, kept: "_SharedRotations", index: int, gradient: torch.Tensor) -> None:
         """Add to the sum of the gradients of one tensor."""
         self._forget_zeroed()
+        self._users.add(torch._C._current_graph_task_id())
         if not any(kept is other for other in self._kept):
             self._kept.append(kept)
         kept.add(index, gradient)
@@ -154,7 +193,11 @@ class RotationAccumulation:
         """The gradient of the entries that belongs to all sums, which are then forgotten."""
         gradients = [kept.entries_gradient() for kept in self._kept if kept.has_gradient()]
         self._forget()
+        self._users.add(torch._C._current_graph_task_id())
         return functools.reduce(torch.add, gradients) if gradients else None
+
+    def _has_sums(self) -> bool:
+        return any(kept.has_gradient() for kept in self._kept)
 
     def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
         """
@@ -164,7 +207,7 @@ class RotationAccumulation:
         self._forget_zeroed()
         own = {id(parameter) for parameter in self._hooks}
         stepped = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-        if stepped and any(kept.has_gradient() for kept in self._kept):
+        if stepped and self._has_sums():
             raise RuntimeError(
                 "The optimizer steps before the gradients of learned rotations are complete. The last micro-batch of "
                 "each step needs accumulate_rotations(model, sync_gradients=True), and zero_grad() leaves out a step."
@@ -176,7 +219,7 @@ class RotationAccumulation:
         _in_use.add(self)
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooks:
-                before = parameter.register_hook(lambda _: self._forget_zeroed())
+                before = parameter.register_hook(functools.partial(self._expect, parameter))
                 self._hooks[parameter] = before, parameter.register_post_accumulate_grad_hook(self._note)
 
     def _unfollow(self) -> None:
@@ -186,15 +229,41 @@ class RotationAccumulation:
                 handle.remove()
         self._hooks = {}
 
+    def _expect(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        """A backward pass that used the sums must add to the gradient of the parameter before it ends."""
+        self._forget_zeroed()
+        backward = torch._C._current_graph_task_id()
+        if backward in self._users:
+            self._arriving.add((backward, parameter))
+            refuse = functools.partial(self._refuse_captured, backward, parameter)
+            torch.autograd.Variable._execution_engine.queue_callback(refuse)
+
+    def _refuse_captured(self, backward: int, parameter: nn.Parameter) -> None:
+        """
+        Raises:
+            RuntimeError: if the gradient was returned instead.
+        """
+        self._users.discard(backward)
+        if (backward, parameter) in self._arriving:
+            self._forget()
+            raise RuntimeError(
+                "torch.autograd.grad returned gradients of learned rotations that belong to the sums of "
+                "accumulate_rotations, which are lost: call zero_grad() and begin the step again. Inside of it, and "
+                "until its last micro-batch is complete, only backward() is accepted for these parameters."
+            )
+
     def _note(self, parameter: nn.Parameter) -> None:
         """
         Note the gradient after a backward pass. Its zeros become −0, which is neutral in sums and tells them from those
         of `zero_grad(set_to_none=False)`.
         """
+        self._arriving.discard((torch._C._current_graph_task_id(), parameter))
         gradient = parameter.grad
         if self._kept and gradient is not None and not gradient.requires_grad:
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 gradient.masked_fill_(gradient == 0, -0.0)
+            if type(gradient) is torch.Tensor:
+                gradient = parameter.grad = gradient.as_subclass(IncompleteGradient)
             self._noted[parameter] = gradient, gradient._version
 
     def _forget_zeroed(self) -> None:
@@ -203,7 +272,9 @@ class RotationAccumulation:
             gradient = parameter.grad
             if gradient is not None and gradient is noted and gradient._version == version:
                 continue
-            if gradient is None or not ((gradient != 0) | gradient.signbit()).any():
+            with torch._C.DisableTorchFunctionSubclass():
+                is_zeroed = gradient is None or not ((gradient != 0) | gradient.signbit()).any()
+            if is_zeroed:
                 self._forget()
                 return
 
@@ -211,7 +282,11 @@ class RotationAccumulation:
         for kept in self._kept:
             # A graph that is still to run backward may have it.
             kept.forget()
-        self._kept, self._noted = [], {}
+        for parameter in self._noted:
+            if isinstance(parameter.grad, IncompleteGradient):
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = parameter.grad.as_subclass(torch.Tensor)
+        self._kept, self._noted, self._users, self._arriving = [], {}, set(), set()
 
 
 class _SharedRotations:

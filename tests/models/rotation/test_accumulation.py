@@ -123,7 +123,7 @@ def test_a_step_that_is_left_out_leaks_nothing(model, set_to_none, moment):
 
 
 def test_gradients_survive_what_is_not_zeroing(model):
-    """A micro-batch without backward pass, an evaluation, a factor of the gradients and a penalty beside the loss."""
+    """A micro-batch without backward pass, an evaluation and a penalty beside the loss."""
     batches, generators = images(16, 16), model.get_parameter(GENERATORS)
 
     def interrupted_run(held):
@@ -132,7 +132,6 @@ def test_gradients_survive_what_is_not_zeroing(model):
             model.eval()(**batches[0])
         model.train()(**batches[0])
         generators.square().sum().mul(1e-3).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         run(model, batches[1:], held)
         return gradients(model)
 
@@ -171,6 +170,86 @@ def test_optimizers_do_not_step_too_early(model):
     run(model, batches[:1], ends=False)
     optimizer.zero_grad()
     optimizer.step()
+
+
+def read_norm(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def read_values(model):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+def halve(model):
+    model.get_parameter(GENERATORS).grad.mul_(0.5)
+
+
+def move_away(model):
+    sums = {name: 0 + parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return sums
+
+
+def add_up_data(model):
+    return model.get_parameter(GENERATORS).grad.data + 1
+
+
+@pytest.mark.parametrize("change", [read_norm, read_values, halve, move_away, add_up_data])
+def test_incomplete_gradients_are_not_read(model, change):
+    """The error is that of the line which would compute with them, and the step can go on without it."""
+    batches = images(16, 16)
+    run(model, batches[:1], ends=False)
+    with pytest.raises(RuntimeError, match="complete after the last micro-batch of accumulate_rotations"):
+        change(model)
+    run(model, batches[1:])
+    found = model.get_parameter(GENERATORS).grad
+    assert type(found) is torch.Tensor
+    model.zero_grad()
+    run(model, batches, held=False)
+    torch.testing.assert_close(found, model.get_parameter(GENERATORS).grad, rtol=1e-11, atol=1e-16)
+
+
+def test_gradients_that_are_taken_away_stay_incomplete(model):
+    """A step that begins anew leaves what was taken before as it is."""
+    batches = images(16, 16)
+    run(model, batches[:1], ends=False)
+    taken = model.get_parameter(GENERATORS).grad
+    model.zero_grad()
+    run(model, batches[1:])
+    assert_plain(model, gradients(model), batches[1:])
+    with pytest.raises(RuntimeError, match="complete after the last micro-batch"):
+        taken + 1
+    assert taken.shape == model.get_parameter(GENERATORS).shape and "0." in repr(taken)
+
+
+@pytest.mark.parametrize("moment", ["holding", "last"])
+def test_gradients_that_autograd_returns(model, moment):
+    batches, parameters = images(16, 16), list(model.parameters())
+    run(model, batches[:1], ends=False)
+    with accumulate_rotations(model, sync_gradients=moment == "last"):
+        loss = model(**batches[1]).loss
+        # Other gradients do not concern the sums.
+        torch.autograd.grad(loss, [model.classifier.weight], retain_graph=True)
+        torch.autograd.grad(model.get_parameter(GENERATORS).square().sum(), [model.get_parameter(GENERATORS)])
+        with pytest.raises(RuntimeError, match="torch.autograd.grad returned gradients of learned rotations"):
+            torch.autograd.grad(loss, parameters)
+    model.zero_grad()
+    run(model, batches)
+    assert_plain(model, gradients(model), batches)
+
+
+def test_rotations_are_not_frozen_within_a_step(model):
+    batches, generators = images(16, 16, 16), model.get_parameter(GENERATORS)
+    run(model, batches[:1], ends=False)
+    generators.requires_grad_(False)
+    # A micro-batch may leave them out, the last one may not.
+    run(model, batches[1:2], ends=False)
+    with pytest.raises(RuntimeError, match="frozen .requires_grad=False. between the micro-batches"):
+        run(model, batches[2:])
+    model.zero_grad()
+    generators.requires_grad_(True)
+    run(model, batches)
+    assert_plain(model, gradients(model), batches)
 
 
 def test_scaled_and_clipped_gradients_are_complete(model):
