@@ -146,9 +146,24 @@ def test_configuration_is_in_the_file(tiny, tmp_path):
     assert json.loads(files["config.json"]) == json.loads(metadata["config.json"])
 
 
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_one_patch_on_an_axis(tiny, tiny_video, tmp_path, suffix, capsys):
+    """Such a model is exported for inputs of its size: sizes that vary have two patches on every axis."""
+    models = {
+        "image": (hf_liere.LieREViTForImageClassification, tiny(position_encoding="rope_mixed", image_size=(16, 4))),
+        "clip": (hf_liere.LieREVideoForVideoClassification, tiny_video(position_encoding="comrope_ld", num_frames=2)),
+    }
+    for name, (kind, config) in models.items():
+        assert 1 in config.train_grid
+        kind(config).save_pretrained(tmp_path / name)
+        assert main(["export", str(tmp_path / name), str(tmp_path / f"{name}{suffix}")]) == 0
+        assert "within" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "fields, options, message",
     [
+        ({"image_size": (16, 4)}, {"dynamic_size": True}, r"dynamic_size=True: .*two patches.*have \(4, 1\)"),
         ({}, {"image_size": 18}, r"\(18, 18\) is not divisible into patches of \(4, 4\)"),
         ({}, {"num_frames": 4}, "num_frames=4: inputs of this model are images"),
         ({"position_encoding": "absolute"}, {"dynamic_size": True}, "learned table"),

@@ -466,3 +466,14 @@ def test_the_lines_for_monai_attend_in_millimetres(library):
     in_voxels = attend(coarse, (8, 8, 8), corner, torch.eye(4))
     assert (in_voxels - expected).abs().max() > 0.01
     assert (attend(fine, (24, 24, 24), middle, torch.eye(4)) - in_voxels).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("encoding, head_dim", [("comrope_ld", 12), ("comrope_ap", 24), ("liere", 12)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_odd_blocks_do_not_start_at_planes(encoding, head_dim, shared):
+    """Whether each plane rotates with one axis or with both."""
+    frequencies = torch.zeros(2, 6)
+    frequencies[0] = 1.0
+    frequencies[1, :3] = float(shared)
+    with pytest.raises(ValueError, match="block_size=3: a block is made of planes.*even size"):
+        LieRotaryEmbedding(2, head_dim, 2, encoding, 3, frequencies=frequencies)

@@ -99,6 +99,11 @@ def axial_start(config, num_axes: int, layers: int, heads: int, planes: int) -> 
 FREQUENCIES = {"frequencies": geometric_frequencies, "golden_gate": golden_gate_frequencies, "axial": axial_start}
 
 
+def _require_planes(block_size: int) -> None:
+    if block_size % 2:
+        raise ValueError(f"block_size={block_size}: a block is made of planes, two channels each; pass an even size.")
+
+
 def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, label: str) -> tuple[int, ...]:
     """
     The planes of a head, ordered so that each run of b/2 makes a block of the encoding: of any axes for LieRE and
@@ -113,8 +118,7 @@ def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, l
     """
     planes_of_axis = [[p for p, axis in enumerate(axes) if axis == a] for a in range(max(axes) + 1)]
     counts, size = [len(planes) for planes in planes_of_axis], block_size // 2
-    if block_size % 2:
-        raise ValueError(f"block_size={block_size}: a block is made of planes, two channels each; pass an even size.")
+    _require_planes(block_size)
     traits = ENCODING_TRAITS[position_encoding]
     if not traits.proportional:
         if sum(counts) % size:
@@ -212,6 +216,7 @@ def start_at(encoding, frequencies: torch.Tensor) -> Sequence[int]:
             f"frequencies of shape {tuple(frequencies.shape)} must be finite, and have the shape (axes, planes), "
             f"(axes, heads, planes) or (axes, layers, heads, planes), which is {shape} here, or 1 for equal ones."
         )
+    _require_planes(encoding.block_size)
     serves = (values != 0).flatten(1, 2).any(1)  # (A, planes)
     planes: Sequence[int] = range(shape[-1])
     if (serves.sum(0) <= 1).all() or not ENCODING_TRAITS[config.position_encoding].proportional:
