@@ -87,8 +87,8 @@ def export_model(
         image_size: Height and width of inputs of a fixed size; `None` means those of the configuration.
         num_frames: Number of frames of inputs of a fixed size; `None` means that of the configuration.
         dynamic_size: Whether height and width (and frames) may vary by whole patches, at least two on every axis.
-            `None` means wherever it is free, see the table above, if the configured inputs have two; with LieRE, `True` puts the exponential into the
-            graph.
+            `None` means wherever it is free, see the table above, and the configured inputs have two; with LieRE,
+            `True` puts the exponential into the graph.
         opset: Version of ONNX's operators, from 17; `None` means the version that PyTorch's exporter recommends.
 
     Returns:
@@ -184,13 +184,9 @@ def export_program(
             f"dynamic_size=True contradicts a fixed size, image_size={image_size} and num_frames={num_frames}."
         )
     grid = _grid(config, image_size, num_frames)
-    if dynamic_size and 1 in grid:
-        raise ExportError(
-            f"dynamic_size=True: sizes that may vary have at least two patches on every axis, and the inputs of this "
-            f"model have {grid}; leave dynamic_size out for a file of this size."
-        )
     if dynamic_size is None:
         dynamic_size = not (has_table or has_exponential or is_given or 1 in grid)
+    _require_dynamic(grid, dynamic_size)
     if dynamic_size:
         # The exporter would infer constraints from equal sizes or sizes of one in the example.
         grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
@@ -215,6 +211,14 @@ def export_program(
             )
     finally:
         model.train(was_training)
+
+
+def _require_dynamic(grid: tuple[int, ...], dynamic_size: bool) -> None:
+    if dynamic_size and 1 in grid:
+        raise ExportError(
+            "dynamic_size=True: sizes that may vary have at least two patches on every axis, and the inputs of this "
+            f"model have {grid}; leave dynamic_size out for a file of this size."
+        )
 
 
 def run_exported(path: str | os.PathLike, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ def change_config(config: Config, changes: Mapping[str, object]) -> Config:
             f"folded_grids={config.folded_grids}: a folded model cannot be changed; accepted is the original model."
         )
     try:
-        changed = type(config).from_dict(config.to_dict() | changes)
+        changed = type(config).from_dict({**config.to_dict(), **changes})
     except (StrictDataclassError, ValueError) as error:
         raise ConversionError(f"No such model: {error}") from error
     changed._attn_implementation = config._attn_implementation

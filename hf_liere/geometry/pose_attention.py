@@ -47,8 +47,8 @@ def pose_attention_forward(
             f"attn_implementation={POSE_ATTENTION!r} needs the poses of all tokens, and none were given: call "
             "model(…, poses=poses) with (batch, tokens, 4, 4) matrices from camera to world."
         )
-    options = poses.options if isinstance(poses, PoseFrames) else {}
-    embedding: PoseEmbedding = PoseEmbedding(**{"head_dim": query.shape[-1], **options})  # type: ignore[arg-type]
+    options = {"head_dim": query.shape[-1], **(poses.options if isinstance(poses, PoseFrames) else {})}
+    embedding = PoseEmbedding(**options)
     frames = poses if isinstance(poses, PoseFrames) else embedding.frames(poses)
     query, key, value = embedding(query, key, value, frames)
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -1,7 +1,7 @@
 """Poses of cameras as a layer for anybody's attention: queries, keys, values, and what attention returns."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -340,12 +340,12 @@ def _require_tensors(**given: object) -> None:
             raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed, such as torch.tensor({name}).")
 
 
-def _are_sides(image_size: object) -> bool:
+def _read_sides(image_size: Any) -> tuple[float, float] | None:
     try:
-        height, width = image_size  # type: ignore[misc]  # what is not a pair raises
-        return 0 < height < float("inf") and 0 < width < float("inf")
+        height, width = image_size
+        return (height, width) if 0 < height < float("inf") and 0 < width < float("inf") else None
     except (TypeError, ValueError):
-        return False
+        return None
 
 
 def _name(options: dict[str, float]) -> str:
@@ -409,7 +409,8 @@ def _projections(
             f"intrinsics are of {intrinsics.shape[1]} tokens in {len(intrinsics)} samples and poses of "
             f"{poses.shape[1]} in {len(poses)}."
         )
-    if not _are_sides(image_size):
+    sides = _read_sides(image_size)
+    if sides is None:
         raise ValueError(
             f"image_size={image_size!r} must be (height, width) of the image in the pixels of intrinsics, two positive "
             "numbers."
@@ -417,4 +418,4 @@ def _projections(
     if known is not None:
         intrinsics = _where_known(known, intrinsics)
     check_intrinsics(intrinsics)
-    return lift_intrinsics(intrinsics.to(poses), image_size)
+    return lift_intrinsics(intrinsics.to(poses), sides)

@@ -31,6 +31,7 @@ from ..storage.saved_model import (
 )
 from .cards import PICTURE
 from .checked_facts import CONVERSION_FILE
+from .secrets import find_named_secret, readings
 
 
 if TYPE_CHECKING:
@@ -184,13 +185,18 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
             text = content.decode("utf-8", errors="strict" if path.suffix in TEXTS else "replace")
         except UnicodeDecodeError:
             raise ValueError(f"{name} is not UTF-8 text, so nothing was published.") from None
-        found = [what for what, texts in known.items() if any(secret in text for secret in texts)]
-        if TOKEN.search(text):
-            found.append("a token")
-        # Invisible patterns are only meaningful beside others.
-        found += [f"a secret ({one.rule_id})" for one in scanner.scan(content) if one.visible]
-        if found:
-            raise ValueError(f"{name} contains {found[0]}, so nothing was published; remove it there.")
+        for reading in readings(text):
+            found = [what for what, texts in known.items() if any(secret in reading for secret in texts)]
+            if TOKEN.search(reading):
+                found.append("a token")
+            # Invisible patterns are only meaningful beside others.
+            found += [
+                f"a secret ({one.rule_id})" for one in scanner.scan(reading.encode("utf-8", "replace")) if one.visible
+            ]
+            if path.suffix in TEXTS and (secret := find_named_secret(name, reading)):
+                found.append(secret)
+            if found:
+                raise ValueError(f"{name} contains {found[0]}, so nothing was published; remove it there.")
 
 
 @lru_cache(maxsize=1)

@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-
-from transformers import AttentionInterface, AutoModelForImageClassification, AutoModelForTokenClassification
-from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+from transformers import (
+    AttentionInterface,
+    AutoModelForImageClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hf_liere import (
     LieRETokensConfig,

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+import subprocess
 import textwrap
+from pathlib import Path
 
 import pytest
 from hub_client import OTHER, READ, WRITE, client, finish, start
+from huggingface_hub import HfApi
 from published_models import CARD
 from safetensors.torch import load_file, save_file
 
 from hf_liere.cli import main
 from hf_liere.hub.cards import Card
 from hf_liere.hub.publishing import publish, push
-from hf_liere.hub.staging import load_complete
+from hf_liere.hub.secrets import find_named_secret, readings
+from hf_liere.hub.staging import load_complete, refuse_private
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
 
@@ -223,6 +227,48 @@ def test_secrets_and_folders_are_not_published(saved, hub, tmp_path, kind, name,
     with pytest.raises(ValueError, match=f"{name} contains {what}") as caught:
         push(folder, "tester/model", api=client(hub))
     assert text not in str(caught.value) and not hub.requests
+
+
+WHOLE = "hf_" + "aB3" * 12
+NAMED_SECRETS = {
+    "escaped": WHOLE.replace("h", "\\u0068", 1),
+    "broken": f"{WHOLE[:20]}\n  {WHOLE[20:]}",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENGbPxRfiCYzKEYTOSHOWxx",
+    "COMET_API_KEY": "aB3dE6gH9jK2mN5pQ8sT1vW4y",
+    "password": "correct horse",
+    "clientSecret": "tiger",
+    "store": "postgres://bob:tiger@example.org/runs",
+    "argv": ["train.py", "--wandb_key", "7f3a91bc04de58a2f6173bd90ce4a8215f6b3c9d"],
+    "command": "export MLFLOW_TRACKING_PASSWORD=tiger22; python train.py",
+    "environment": [{"name": "SMTP_PASS", "value": "tiger"}],
+    "options": json.dumps({"access_token": "tiger"}),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_SECRETS)
+def test_secrets_that_only_their_names_betray(tmp_path, name):
+    (tmp_path / "run_config.json").write_text(json.dumps({"run": {name: NAMED_SECRETS[name]}}).replace("\\\\u", "\\u"))
+    with pytest.raises(ValueError, match="run_config.json contains a (token|secret)") as caught:
+        refuse_private(tmp_path, HfApi(token=False))
+    assert "tiger" not in str(caught.value) and WHOLE[3:20] not in str(caught.value)
+
+
+def test_ordinary_files_contain_no_secrets(tmp_path):
+    """Records, configurations, pages and code of this repository, and what looks like secrets in those of others."""
+    listed = subprocess.run(["git", "ls-files", "docs", "model_cards", "training", "hf_liere"], capture_output=True)
+    for path in map(Path, listed.stdout.decode().split()):
+        if path.suffix in (".json", ".md", ".py", ".txt", ".yaml"):
+            for text in readings(path.read_text(encoding="utf-8")):
+                assert find_named_secret(path.name, text) is None, path
+        elif path.suffix == ".jsonl":
+            for line in path.read_text(encoding="utf-8").splitlines():
+                assert find_named_secret("run_config.json", line) is None, path
+    others = {"hub_token": "<HUB_TOKEN>", "hub_private_repo": None, "eos_token": "</s>", "sort_key": "image_0001"}
+    others |= {"api_key": "${API_KEY}", "url": "https://example.org:8080/a@b", "label2id": {"password": 3}}
+    assert find_named_secret("run_config.json", json.dumps(others)) is None
+    assert find_named_secret("vocab.json", json.dumps({"password=": 1, "secret": 2})) is None
+    code = "token = os.environ['HF_TOKEN']\npassword = read_password()\nfrom hf_liere\nimport configurations"
+    assert find_named_secret("model.py", code) is None
 
 
 def test_tokens_stay_out_of_logs_and_errors(saved, hub, tmp_path):

@@ -3,8 +3,8 @@ Gradient accumulation in the group: dL/dR of all micro-batches of an optimizer s
 the exponentials runs once, since it is linear and rotations of equal positions and generators are equal.
 
 The sums are the part of the generators' gradient that is not computed yet. They therefore share its life: a later
-backward pass adds them to what it passes to the generators, and `zero_grad` forgets them. Until then optimizers refuse to
-step, and gradients refuse to be read.
+backward pass adds them to what it passes to the generators, and `zero_grad` forgets them. Until then optimizers refuse
+to step, and gradients to be read.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ def accumulate_rotations(model: nn.Module, *, sync_gradients: bool) -> Iterator[
 
     Between micro-batches the rotations of every grid stay in memory with what their backward pass needs, and the sums
     of their gradients. `zero_grad` between micro-batches forgets the sums, except under FSDP, where it has no gradients
-    to zero. Whatever else reads or changes the generators' gradients between micro-batches raises an error: clip them, log
-    them and add them up after the last one. Encodings other than LieRE and RoPE-Mixed, positions that are not those of a grid (given or perturbed
-    ones), compiled models and replicas of `DataParallel` accumulate as without it.
+    to zero. Whatever else reads or changes the generators' gradients between micro-batches raises an error: clip them,
+    log them and move them after the last one. Encodings other than LieRE and RoPE-Mixed, positions that are not those
+    of a grid (given or perturbed ones), compiled models and replicas of `DataParallel` accumulate as without it.
 
     Args:
         model: A model with rotary encodings, patched or wrapped ones included.
@@ -92,9 +92,9 @@ class IncompleteGradient(torch.Tensor):
         # Dispatch modes, such as profilers, call operators of the backward pass from Python.
         if function.__name__ not in UNREAD and not isinstance(function, torch._ops.OpOverload):
             raise RuntimeError(
-                f"{function.__name__} of a gradient of learned rotations, which is complete after the last micro-batch of "
-                "accumulate_rotations: with sync_gradients=True, and rotations that are not frozen. Clip, log, move or "
-                "scale gradients after that, or accumulate without accumulate_rotations."
+                f"{function.__name__} of a gradient of learned rotations, which is complete after the last micro-batch "
+                "of accumulate_rotations: with sync_gradients=True, and rotations that are not frozen. Clip, log, move "
+                "or scale gradients after that, or accumulate without accumulate_rotations."
             )
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix, rotated_prefix
 from ..encoding.rotary_fields import GridFields, RotaryFields
+from .foreign_names import FOREIGN_NAMES, find_field, is_known
 from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels, check_tokens
 
@@ -114,13 +115,17 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     _auto_map: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self, **kwargs):
-        # As in transformers, unknown names are stored; warn of likely misspellings.
+        # As in transformers, unknown names are stored. Those of other models are none of our business.
         fields = [field.name for field in dataclasses.fields(self)]
         for name in kwargs:
-            if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
-                logger.warning(
-                    f"{type(self).__name__} has no field {name!r} and ignores it; the closest is {close[0]!r}."
-                )
+            if find_field(type(self), name) is not None:
+                continue  # `check_names` refuses it.
+            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
+            if close or name in FOREIGN_NAMES or not is_known(name):
+                closest = f"; the closest is {close[0]!r}" if close else ""
+                logger.warning(f"{type(self).__name__} has no field {name!r} and ignores it{closest}.")
+        if "mlp_ratio" in kwargs:
+            logger.warning(f"mlp_ratio={kwargs['mlp_ratio']} is ignored: intermediate_size={self.intermediate_size}.")
         encoding, size, heads = self.position_encoding, self.hidden_size, self.num_attention_heads
         # Validation refuses a division with a remainder.
         if self.head_dim is None and 0 < heads <= size and size % heads == 0:

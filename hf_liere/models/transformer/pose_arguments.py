@@ -36,7 +36,7 @@ class SavesPoseAttention(SavesItsCode):
     """Mixin of configurations: an attention implementation by poses is saved, as weights mean nothing under another."""
 
     def to_dict(self) -> dict[str, Any]:
-        values = super().to_dict()
+        values: dict[str, Any] = super().to_dict()
         function = ALL_ATTENTION_FUNCTIONS.get(self._attn_implementation)
         if function is not None and _takes_poses(function):
             values["attn_implementation"] = self._attn_implementation

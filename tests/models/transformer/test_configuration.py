@@ -20,6 +20,29 @@ def test_a_slip_in_the_name_of_a_field_is_told(tmp_path, caplog, monkeypatch):
         assert "has no field 'blok_size' and ignores it; the closest is 'block_size'" in caplog.text
 
 
+def test_names_of_other_libraries_are_answered_by_ours(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    given = {"num_classes": 10, "depth": 6, "embed_dim": 384, "num_heads": 6, "encoding": "comrope_ld"}
+    given |= {"drop_path": 0.1, "img_size": 32, "in_chans": 1, "init_values": 1e-5, "dim_feedforward": 64}
+    answers = ("num_labels", "num_hidden_layers", "hidden_size", "num_attention_heads", "position_encoding")
+    answers += ("drop_path_rate", "image_size", "num_channels", "layerscale_value", "intermediate_size")
+    for kind in (hf_liere.LieREViTConfig, hf_liere.LieREVideoConfig):
+        for (name, value), answer in zip(given.items(), answers):
+            with pytest.raises(StrictDataclassError, match=f"{name}={value!r} is {answer} here"):
+                kind(**{name: value})
+        with pytest.raises(StrictDataclassError, match="depth=6 is num_hidden_layers here, embed_dim=384 is hidden_size"):
+            kind(**given)
+    # What nothing knows, tokens included, which have no image.
+    hf_liere.LieREViTConfig(conv_bias_gamma=1)
+    assert "has no field 'conv_bias_gamma' and ignores it." in caplog.text
+    caplog.clear()
+    hf_liere.LieRETokensConfig(in_chans=1)
+    assert "LieRETokensConfig has no field 'in_chans'" in caplog.text
+    caplog.clear()
+    hf_liere.LieREViTConfig(mlp_ratio=2.0)
+    assert "mlp_ratio=2.0 is ignored: intermediate_size=3072" in caplog.text
+
+
 @pytest.mark.parametrize(
     "encoding, block_size, coordinates, rotary_init, scale, table",
     [

@@ -1,0 +1,66 @@
+"""Names that other libraries give to fields of ours, and names of fields that nothing knows."""
+
+import functools
+import re
+from pathlib import Path
+
+import transformers
+from transformers import GenerationConfig, PreTrainedConfig
+
+
+# Of timm, torch, MONAI, x-transformers, GPT-2 and the papers' code.
+FOREIGN_NAMES = {
+    **dict.fromkeys(("num_classes", "n_classes", "nb_classes", "num_class", "class_num"), "num_labels"),
+    **dict.fromkeys(("depth", "depths", "num_layers", "n_layers", "n_layer", "layers"), "num_hidden_layers"),
+    **dict.fromkeys(("num_encoder_layers", "num_blocks", "num_transformer_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("embed_dim", "embedding_dim", "emb_dim", "dim", "d_model", "n_embd", "width"), "hidden_size"),
+    **dict.fromkeys(("hidden_dim", "model_dim", "embed_size"), "hidden_size"),
+    **dict.fromkeys(("num_heads", "n_heads", "n_head", "nhead", "heads"), "num_attention_heads"),
+    **dict.fromkeys(("dim_head", "attn_head_dim", "attention_head_dim", "d_head"), "head_dim"),
+    **dict.fromkeys(("mlp_dim", "ffn_dim", "dim_feedforward", "d_ff", "n_inner", "mlp_hidden_dim"), "intermediate_size"),
+    **dict.fromkeys(("img_size", "input_size", "resolution", "input_resolution", "image_resolution"), "image_size"),
+    **dict.fromkeys(("in_chans", "in_channels", "input_channels", "in_dim", "channels"), "num_channels"),
+    **dict.fromkeys(("encoding", "pos_embed", "pos_embed_type", "pos_encoding", "pe_type"), "position_encoding"),
+    **dict.fromkeys(("position_embedding", "position_embedding_type", "rope_type"), "position_encoding"),
+    **dict.fromkeys(("drop_path", "stochastic_depth", "stochastic_depth_prob"), "drop_path_rate"),
+    **dict.fromkeys(("dropout", "dropout_rate", "drop_rate", "proj_drop_rate", "hidden_dropout"), "hidden_dropout_prob"),
+    **dict.fromkeys(("attn_drop", "attn_drop_rate", "attention_dropout", "attn_dropout"), "attention_probs_dropout_prob"),
+    **dict.fromkeys(("mlp_dropout", "ffn_dropout"), "mlp_dropout_prob"),
+    **dict.fromkeys(("patch_drop", "patch_drop_rate", "patch_dropout"), "patch_dropout_prob"),
+    **dict.fromkeys(("init_values", "layer_scale", "layerscale", "layer_scale_init_value"), "layerscale_value"),
+    **dict.fromkeys(("act_layer", "activation", "activation_function", "hidden_activation"), "hidden_act"),
+    **dict.fromkeys(("norm_eps", "eps", "layernorm_eps"), "layer_norm_eps"),
+    **dict.fromkeys(("class_token", "cls_token", "use_cls_token"), "use_class_token"),
+    **dict.fromkeys(("reg_tokens", "register_tokens", "num_registers", "num_reg_tokens"), "num_register_tokens"),
+    **dict.fromkeys(("global_pool", "pool", "pool_type"), "pooling"),
+    **dict.fromkeys(("block", "blocks", "generator_dim", "block_dim"), "block_size"),
+    **dict.fromkeys(("theta", "base", "rope_base", "rotary_base"), "rope_theta"),
+    **dict.fromkeys(("frames", "n_frames", "clip_length"), "num_frames"),
+    **dict.fromkeys(("t_patch_size", "temporal_patch_size"), "tubelet_size"),
+}
+
+
+def check_names(config) -> None:
+    """Raises `ValueError` if a configuration has a field by the name of another library, which nothing would read."""
+    values = vars(config)
+    found = [(name, find_field(type(config), name)) for name in FOREIGN_NAMES if name in values]
+    if answers := [f"{name}={values[name]!r} is {field} here" for name, field in found if field is not None]:
+        raise ValueError(f"{type(config).__name__} has other names for these fields: {', '.join(answers)}.")
+
+
+def find_field(kind: type, name: str) -> str | None:
+    """The field of a configuration class that another library calls `name`; `None` if there is none."""
+    fields, ours = vars(kind)["__dataclass_fields__"], FOREIGN_NAMES.get(name)
+    # Labels are counted by a property.
+    return ours if name not in fields and (ours in fields or ours == "num_labels") else None
+
+
+@functools.cache
+def is_known(name: str) -> bool:
+    """Whether some configuration of transformers has a field of this name."""
+    if name.startswith("_") or name == "auto_map" or hasattr(PreTrainedConfig(), name) or hasattr(GenerationConfig(), name):
+        return True
+    # Importing all configurations would take longer than reading them.
+    line = re.compile(rf"^ +(?:self\.)?{re.escape(name)}\b *[:=]", re.MULTILINE)
+    files = (Path(transformers.__file__).parent / "models").glob("*/configuration_*.py")
+    return any(line.search(path.read_text(encoding="utf-8")) for path in files)
