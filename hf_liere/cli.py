@@ -1,14 +1,16 @@
 """The console command hf-liere: one thin subcommand per file of this package."""
 
 import argparse
+import difflib
 import json
 import os
+import re
 import runpy
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
@@ -65,10 +67,19 @@ def parse_value(text: str) -> Any:
         return text
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the closest command or value beside an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message)
+        close = difflib.get_close_matches(found[1], re.findall(r"\w+", found[2]), n=1) if found else []
+        super().error(f"{message}; the closest is {close[0]!r}" if close else message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     # Run as a file: importing it as a module would import the package.
     version = runpy.run_path(str(Path(__file__).with_name("version.py")))["__version__"]
-    command = argparse.ArgumentParser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
+    command = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
     command.add_argument("--version", action="version", version=version)
     subcommands = command.add_subparsers(dest="command", required=True)
     for add_arguments in (_add_convert, _add_upgrade, _add_export, _add_inspect, _add_predict, _add_push, _add_rope):

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
+from ..models.encoding.given_positions import require_tensors
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.rotation.dispatch import values_are_unknown, working_dtype
@@ -163,7 +164,7 @@ class PoseEmbedding(nn.Module):
         Raises:
             ValueError: if shapes do not fit, options are missing, or a matrix is not a pose (with the deviation).
         """
-        _require_tensors(known=known, reference=reference)
+        require_tensors(known=known, reference=reference)
         poses = _as_batch("poses", poses, (4, 4))  # (1 or B, N, 4, 4)
         tokens = poses.shape[1]
         if known is not None:
@@ -288,7 +289,7 @@ class PoseEmbedding(nn.Module):
             )
 
     def _check_states(self, name: str, states: torch.Tensor, frames: PoseFrames) -> None:
-        _require_tensors(**{name: states})
+        require_tensors(**{name: states})
         if states.ndim != 4 or states.shape[3] != self.head_dim:
             raise ValueError(
                 f"{name} of shape {tuple(states.shape)} must be (batch, heads, tokens, head_dim={self.head_dim})."
@@ -334,12 +335,6 @@ def _check_same_reference(frames: PoseFrames, key_frames: PoseFrames) -> None:
     )
 
 
-def _require_tensors(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed, such as torch.tensor({name}).")
-
-
 def _read_sides(image_size: Any) -> tuple[float, float] | None:
     try:
         height, width = image_size
@@ -354,7 +349,7 @@ def _name(options: dict[str, float]) -> str:
 
 def _as_batch(name: str, matrices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """(1 or B, N, …) from (B, N, …) or (N, …) float32 or float64 matrices."""
-    _require_tensors(**{name: matrices})
+    require_tensors(**{name: matrices})
     if matrices.ndim not in (3, 4) or matrices.shape[-2:] != shape or not matrices.shape[-3]:
         raise ValueError(
             f"{name} of shape {tuple(matrices.shape)} must be (batch, tokens, {shape[0]}, {shape[1]}) or (tokens, "

@@ -47,11 +47,14 @@ def grid_positions(
         ValueError: if `grid` contains a number below 1, the lengths of `grid` and `train_grid` differ, or the
             convention is unknown.
     """
-    grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
-    if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
+    train_grid = grid if train_grid is None else train_grid
+    sides = [side for each in (grid, train_grid) for side in (each if isinstance(each, Sequence) else [0])]
+    if not all(isinstance(side, int) and side > 0 for side in sides) or not len(grid) == len(train_grid) > 0:
         raise ValueError(
-            f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1."
+            f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1, such "
+            "as (14, 14)."
         )
+    grid, train_grid = tuple(grid), tuple(train_grid)
     device = torch.device(device or "cpu")
     positions = TokenPositions.from_grid(
         grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy
 
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
@@ -255,6 +256,12 @@ class RunArguments(TrainingArguments):
             super().__post_init__()
         except ValueError as error:
             raise InputError(str(error)) from error
+        available = get_available_reporting_integrations()
+        if missing := [name for name in self.report_to if name in INTEGRATION_TO_CALLBACK and name not in available]:
+            raise InputError(
+                f"--report_to {missing[0]}: it is not installed (pip install {missing[0]}); accepted here: "
+                f"{', '.join(available)} and none."
+            )
         if launched_processes() > 1 and self.world_size == 1:
             raise InputError(
                 f"{launched_processes()} processes were launched; they cannot share a model on {self.device.type}; "

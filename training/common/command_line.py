@@ -7,6 +7,7 @@ parsed in the same way, and the command line wins because it comes last.
 import argparse
 import difflib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from transformers import HfArgumentParser
 
 from hf_liere.errors import InputError
 from training.common.arguments import architecture_fields
+
+
+NUMBER = re.compile(r"-?\d+(\.\d*)?(e-?\d+)?")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -42,6 +46,10 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
     if recipe is not None:
         content = _read_recipe(Path(recipe), known)
         arguments = to_flags(content, argument_classes) + arguments + ["--recipe", recipe]
+    arguments = _join_numbers(arguments, _configuration_fields(argument_classes))
+    for flag, following in zip(arguments, [*arguments[1:], "--"]):
+        if flag == "--resume_from_checkpoint" and following.startswith("--"):
+            raise InputError(f"{flag} needs a value; accepted: last, for the newest checkpoint, or a folder.")
     *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         raise InputError(_unknown_message("flag", unknown[0], known))
@@ -76,8 +84,7 @@ def to_flags(settings: dict[str, Any], argument_classes: tuple[type, ...]) -> li
     Settings as the words of a command line. A list in a model's configuration is one json value; any other list becomes
     several words.
     """
-    configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
-    whole = {name for config_class in configurations for name in architecture_fields(config_class)}
+    whole = _configuration_fields(argument_classes)
     flags = []
     for name, value in settings.items():
         values = value if isinstance(value, list) and name not in whole else [value]
@@ -86,6 +93,23 @@ def to_flags(settings: dict[str, Any], argument_classes: tuple[type, ...]) -> li
             *("None" if item is None else item if isinstance(item, str) else json.dumps(item) for item in values),
         ]
     return flags
+
+
+def _configuration_fields(argument_classes: tuple[type, ...]) -> set[str]:
+    configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
+    return {name for config_class in configurations for name in architecture_fields(config_class)}
+
+
+def _join_numbers(arguments: list[str], fields: set[str]) -> list[str]:
+    """The words of a command line; several numbers after a field of the configuration are one json list."""
+    joined: list[str] = []
+    for word in arguments:
+        *_, flag, first = ["", "", *joined]
+        if flag[2:] in fields and NUMBER.fullmatch(word) and NUMBER.fullmatch(first.strip("[]").split(",")[-1]):
+            joined[-1] = f"[{first.strip('[]')},{word}]"
+        else:
+            joined.append(word)
+    return joined
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -243,7 +243,10 @@ class StopRequest(TrainerCallback):
 
 def _flush(path: Path) -> None:
     """Flushes a file or folder to disk, so that it survives a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        # Windows opens no folders, and flushes only files that may be written.
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,6 +1,7 @@
 """Constant facts about every rotary encoding, which all other parts read here."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -246,6 +247,20 @@ ENCODING_TRAITS = {
 def traits_of(config) -> EncodingTraits | None:
     """The traits of a configuration's encoding; `None` if it rotates nothing."""
     return ENCODING_TRAITS.get(config.position_encoding)
+
+
+def closest(name: object, accepted: Iterable[str]) -> str:
+    """The most similar of the accepted names, for the end of a sentence; nothing if none is similar."""
+    plain = str(name).lower().replace("-", "_")
+    close = difflib.get_close_matches(plain, accepted, n=2, cutoff=0.6)
+    return f"; the closest is {' or '.join(map(repr, close))}" if close else ""
+
+
+def check_encoding(name: str) -> None:
+    """Raises `ValueError` if there is no `position_encoding` of this name."""
+    accepted = ("none", "absolute", *ENCODING_TRAITS)
+    if name not in accepted:
+        raise ValueError(f"position_encoding={name!r}{closest(name, accepted)}; accepted are {', '.join(accepted)}.")
 
 
 def rotary_traits(config) -> EncodingTraits:

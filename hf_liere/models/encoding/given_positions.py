@@ -35,6 +35,16 @@ def place_given(
     return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
 
 
+def require_tensors(**given: object) -> None:
+    """Raises `ValueError` if one of the given values is something else than a tensor or `None`."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}; a tensor is needed: torch.as_tensor makes one of numbers, and a "
+                "processor, such as AutoImageProcessor, of images."
+            )
+
+
 def check_shape(
     positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
 ) -> None:
@@ -45,6 +55,7 @@ def check_shape(
     Raises:
         ValueError: if the user's `positions` are not (N, A), (1, N, A) or (B, N, A), with N or P + N tokens.
     """
+    require_tensors(positions=positions)
     accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
     batches, tokens = positions.shape[:-2], positions.shape[-2:]
     if batches not in ((), (1,), (batch_size,)) or tokens not in (

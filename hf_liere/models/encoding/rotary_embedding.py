@@ -12,7 +12,7 @@ from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
 from .commuting_encodings import EncodingInBasis
-from .encoding_traits import ENCODING_TRAITS, generators_commute
+from .encoding_traits import ENCODING_TRAITS, closest, generators_commute
 from .folding import build_encoding
 from .given_positions import check_coordinates
 from .positions import GridPositions, TokenPositions
@@ -99,8 +99,8 @@ class LieRotaryEmbedding(nn.Module):
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_key_value_heads={num_key_value_heads}.")
         if position_encoding not in ENCODING_TRAITS:
             raise ValueError(
-                f"position_encoding={position_encoding!r} is not a rotary encoding; accepted: "
-                f"{', '.join(ENCODING_TRAITS)}."
+                f"position_encoding={position_encoding!r} is not a rotary encoding"
+                f"{closest(position_encoding, ENCODING_TRAITS)}; accepted: {', '.join(ENCODING_TRAITS)}."
             )
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
@@ -123,7 +123,7 @@ class LieRotaryEmbedding(nn.Module):
                 **fields,
             )
         except StrictDataclassError as error:
-            raise ValueError(f"These rotations do not exist. {error.__cause__ or error}") from error
+            raise ValueError(str(error.__cause__ or error)) from None
         self.encoding = build_encoding(self.config, num_axes)
         order = channels = list(range(head_dim))
         if pairs is not None:

@@ -1,6 +1,7 @@
 """The base of all rotary encodings: parameters, starting values, and the rotations of every layer."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -119,9 +120,19 @@ class RotaryEncoding(LearnedRotations):
         if isinstance(positions, GroupedPositions):
             groups = zip(*self._rotate_groups(positions.groups, dtype))
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
+        if self.config.rotary_init == "so3":
+            self._warn_of_degrees(positions)
         layers = ALL_LAYERS if layer is None else self._select_layer(layer)
         rotations = self._find_rotations(positions.settle(), dtype, layers)
         return rotations if layer is None else [next(iter(rotations))]
+
+    def _warn_of_degrees(self, positions: TokenPositions) -> None:
+        vectors = positions.locate().coordinates.detach()
+        if not values_are_unknown(vectors) and vectors.numel() and vectors.norm(dim=-1).max() > 2 * math.pi:
+            logger.warning_once(
+                "Some rotation vectors are longer than 2π, a full turn: they are in radians, and torch.deg2rad converts "
+                "degrees."
+            )
 
     def _find_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None, layers: slice

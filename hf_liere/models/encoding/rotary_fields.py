@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from huggingface_hub.dataclasses import strict
+from huggingface_hub.dataclasses import strict, validated_field
 
 from .encoding_traits import (
     ANY,
@@ -13,6 +13,7 @@ from .encoding_traits import (
     OWN_FIELDS,
     SPINS,
     accepted_inits,
+    check_encoding,
     default_rope_theta,
     heads_obstacle,
     needs_exponential,
@@ -25,11 +26,9 @@ from .encoding_traits import (
 
 # Defaults come from tables, in which type checkers see only names.
 if TYPE_CHECKING:
-    EncodingName = str
     InitName = str
     CoordinateName = str
 else:
-    EncodingName = Literal.__getitem__(("none", "absolute", *ENCODING_TRAITS))
     InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros", "axial", "so3"]
     CoordinateName = Literal[
         "index", "train_grid", "centred_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"
@@ -120,7 +119,7 @@ class RotaryFields:
             A − 1, 0, …, r − 1. Along it attention depends on differences alone. `None` means 0: rows, or frames.
     """
 
-    position_encoding: EncodingName = "liere"
+    position_encoding: str = validated_field(check_encoding, default="liere")
     block_size: int | None = None
     share_heads: bool = False
     share_layers: bool = False

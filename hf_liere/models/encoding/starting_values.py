@@ -225,7 +225,7 @@ def start_at(encoding, frequencies: torch.Tensor) -> Sequence[int]:
     try:
         start = encoding.parameters_for_planes(values.expand(shape)[..., list(planes)])
     except ValueError as error:
-        raise ValueError(f"{config.position_encoding} cannot start with these frequencies: {error}.") from error
+        raise ValueError(f"{config.position_encoding} cannot start with these frequencies: {error}") from None
     for name, parameter in start.items():
         getattr(encoding, name).copy_(parameter)
     return planes

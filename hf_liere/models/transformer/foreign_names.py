@@ -17,14 +17,20 @@ FOREIGN_NAMES = {
     **dict.fromkeys(("hidden_dim", "model_dim", "embed_size"), "hidden_size"),
     **dict.fromkeys(("num_heads", "n_heads", "n_head", "nhead", "heads"), "num_attention_heads"),
     **dict.fromkeys(("dim_head", "attn_head_dim", "attention_head_dim", "d_head"), "head_dim"),
-    **dict.fromkeys(("mlp_dim", "ffn_dim", "dim_feedforward", "d_ff", "n_inner", "mlp_hidden_dim"), "intermediate_size"),
+    **dict.fromkeys(
+        ("mlp_dim", "ffn_dim", "dim_feedforward", "d_ff", "n_inner", "mlp_hidden_dim"), "intermediate_size"
+    ),
     **dict.fromkeys(("img_size", "input_size", "resolution", "input_resolution", "image_resolution"), "image_size"),
     **dict.fromkeys(("in_chans", "in_channels", "input_channels", "in_dim", "channels"), "num_channels"),
     **dict.fromkeys(("encoding", "pos_embed", "pos_embed_type", "pos_encoding", "pe_type"), "position_encoding"),
     **dict.fromkeys(("position_embedding", "position_embedding_type", "rope_type"), "position_encoding"),
     **dict.fromkeys(("drop_path", "stochastic_depth", "stochastic_depth_prob"), "drop_path_rate"),
-    **dict.fromkeys(("dropout", "dropout_rate", "drop_rate", "proj_drop_rate", "hidden_dropout"), "hidden_dropout_prob"),
-    **dict.fromkeys(("attn_drop", "attn_drop_rate", "attention_dropout", "attn_dropout"), "attention_probs_dropout_prob"),
+    **dict.fromkeys(
+        ("dropout", "dropout_rate", "drop_rate", "proj_drop_rate", "hidden_dropout"), "hidden_dropout_prob"
+    ),
+    **dict.fromkeys(
+        ("attn_drop", "attn_drop_rate", "attention_dropout", "attn_dropout"), "attention_probs_dropout_prob"
+    ),
     **dict.fromkeys(("mlp_dropout", "ffn_dropout"), "mlp_dropout_prob"),
     **dict.fromkeys(("patch_drop", "patch_drop_rate", "patch_dropout"), "patch_dropout_prob"),
     **dict.fromkeys(("init_values", "layer_scale", "layerscale", "layer_scale_init_value"), "layerscale_value"),
@@ -58,7 +64,12 @@ def find_field(kind: type, name: str) -> str | None:
 @functools.cache
 def is_known(name: str) -> bool:
     """Whether some configuration of transformers has a field of this name."""
-    if name.startswith("_") or name == "auto_map" or hasattr(PreTrainedConfig(), name) or hasattr(GenerationConfig(), name):
+    if (
+        name.startswith("_")
+        or name == "auto_map"
+        or hasattr(PreTrainedConfig(), name)
+        or hasattr(GenerationConfig(), name)
+    ):
         return True
     # Importing all configurations would take longer than reading them.
     line = re.compile(rf"^ +(?:self\.)?{re.escape(name)}\b *[:=]", re.MULTILINE)

@@ -10,7 +10,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from ..encoding.given_positions import check_coordinates, check_shape, place_given, zero_hidden
+from ..encoding.given_positions import check_coordinates, check_shape, place_given, require_tensors, zero_hidden
 from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import values_are_unknown
 from .configuration_liere import LieRETokensConfig
@@ -163,6 +163,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             ValueError: if features, positions or a mask do not fit the configuration or each other, positions of
                 visible tokens are missing or not finite, or a mask hides every token of a sample.
         """
+        require_tensors(inputs_embeds=inputs_embeds, positions=positions)
         batch, length = self.embeddings.shape(inputs_embeds)
         is_token_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
         visible = attention_mask if is_token_mask else None  # (B, N)

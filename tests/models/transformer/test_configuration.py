@@ -30,7 +30,9 @@ def test_names_of_other_libraries_are_answered_by_ours(caplog, monkeypatch):
         for (name, value), answer in zip(given.items(), answers):
             with pytest.raises(StrictDataclassError, match=f"{name}={value!r} is {answer} here"):
                 kind(**{name: value})
-        with pytest.raises(StrictDataclassError, match="depth=6 is num_hidden_layers here, embed_dim=384 is hidden_size"):
+        with pytest.raises(
+            StrictDataclassError, match="depth=6 is num_hidden_layers here, embed_dim=384 is hidden_size"
+        ):
             kind(**given)
     # What nothing knows, tokens included, which have no image.
     hf_liere.LieREViTConfig(conv_bias_gamma=1)
