@@ -318,3 +318,12 @@ def test_interrupts_end_in_one_line(tmp_path):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
     assert own_lines(process.stderr.read()) == ["hf-liere card: interrupted"]
+
+
+@pytest.mark.parametrize(
+    "arguments, close", [(["prdict"], "predict"), (["upgrade", "a", "b", "--position_encoding", "lier"], "liere")]
+)
+def test_the_closest_command_or_value_is_named(arguments, close, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"the closest is '{close}'" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Positions of patches for attention that is not ours."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -49,7 +50,7 @@ def grid_positions(
     """
     train_grid = grid if train_grid is None else train_grid
     sides = [side for each in (grid, train_grid) for side in (each if isinstance(each, Sequence) else [0])]
-    if not all(isinstance(side, int) and side > 0 for side in sides) or not len(grid) == len(train_grid) > 0:
+    if not all(isinstance(side, Integral) and side > 0 for side in sides) or not len(grid) == len(train_grid) > 0:
         raise ValueError(
             f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1, such "
             "as (14, 14)."

@@ -108,8 +108,18 @@ def test_every_block_runs(page, reader, request):
                 for program, *arguments in block.commands():
                     if program == "hf-liere" and all(map(is_there, arguments[1:2])) and "--help" not in arguments:
                         assert main(arguments) == (1 if block.output else 0), arguments
+        assert_comments(block, printed.getvalue(), namespace, page.name)
         if block.output is not None:
             assert printed.getvalue().strip() == block.output.strip(), f"{page.name}, line {block.line}"
+
+
+def assert_comments(block, printed: str, namespace: dict, place: str) -> None:
+    """What the comments of a block state is what it printed, and the shapes of what it assigned."""
+    for line in block.printed():
+        pattern = re.escape(line).replace("…", ".*")
+        assert re.search(f"^{pattern}$", printed, re.MULTILINE), f"{place}: {line}"
+    for target, shape in block.shapes():
+        assert tuple(namespace[target].shape) == shape, f"{place}, line {block.line}: {target}"
 
 
 EXAMPLE_MARKS = {"set_frequency_schedule": MARKS["diffusion.md"]}
@@ -126,6 +136,7 @@ def test_every_public_object_has_an_example_that_runs(name, reader):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(example.text, name, "exec"), namespace)
+        assert_comments(example, printed.getvalue(), namespace, name)
         assert example.output is None or printed.getvalue() == example.output
 
 

@@ -1,5 +1,6 @@
 """The pages of the documentation for tests: their blocks of code, the output they state, and their commands."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +15,11 @@ PAGES = [ROOT / "README.md", TRAINING, *SITE]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
+# What a line prints, as a comment below it; and the shape of what a line assigns, as a comment at its end.
+PRINTED = re.compile(r"^print\(.*\)\n((?:# .*\n?)+)", re.MULTILINE)
+SHAPE = re.compile(r"^(\w+) = .*  # (\(\d+(?:, \d+)+\))$", re.MULTILINE)
+
+
 class Block(NamedTuple):
     """`output` is the block of text right after it, or `None`; `line` is that of its fence, from 1."""
 
@@ -21,6 +27,16 @@ class Block(NamedTuple):
     text: str
     output: str | None
     line: int
+
+    def printed(self) -> list[str]:
+        """The lines that comments below `print` quote: lists, tuples and dictionaries."""
+        lines = [line[2:] for found in PRINTED.findall(self.text) for line in found.splitlines()]
+        return [line for line in lines if line[:1] in "[({"]
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The names that the block assigns once, with the shapes that comments at the ends of these lines state."""
+        found = [(target, ast.literal_eval(shape)) for target, shape in SHAPE.findall(self.text)]
+        return [each for each in found if len(re.findall(rf"\b{each[0]}\b[^=\n]* = ", self.text)) == 1]
 
     def commands(self) -> list[list[str]]:
         """The words of every command of a block of bash."""

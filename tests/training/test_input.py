@@ -19,6 +19,7 @@ from training.common.command_line import parse_arguments
 from training.data.images import load_images
 from training.data.sources import PARTS, DataRequest
 from training.data.tables import infer_columns
+from training.engine import saving
 
 
 CLASSES = (ModelArguments, DataArguments, AugmentationArguments, RunArguments)
@@ -351,3 +352,36 @@ def test_another_run_is_not_overwritten(found, tmp_path, parquet):
     with pytest.raises(InputError, match=f"contains another run \\({found}\\); accepted: another folder, --resume"):
         run("--train_files", parquet, "--output_dir", tmp_path)
     assert Path(other).exists()
+
+
+def test_several_numbers_after_a_field_are_a_list():
+    model, *_ = parse(
+        "--physical_unit", "32", "32", "32.5", "--image_size", "96", "128", "--hidden_size", "64", "--do_eval"
+    )
+    assert model.architecture() == {"physical_unit": [32, 32, 32.5], "image_size": [96, 128], "hidden_size": 64}
+    model, *_ = parse("--physical_unit", "[32,32,32]", "--do_eval")
+    assert model.architecture() == {"physical_unit": [32, 32, 32]}
+
+
+def test_flags_without_what_they_need(monkeypatch):
+    for following in ([], ["--do_train"]):
+        with pytest.raises(InputError, match="--resume_from_checkpoint needs a value; accepted: last"):
+            parse_arguments(["--output_dir", "unused", "--resume_from_checkpoint", *following], CLASSES)
+    monkeypatch.setattr("training.common.arguments.get_available_reporting_integrations", lambda: ["tensorboard"])
+    with pytest.raises(InputError, match="--report_to wandb is not installed .*accepted here: tensorboard, none"):
+        parse("--report_to", "wandb", "--do_eval")
+    with pytest.raises(InputError, match="--report_to wandbb is unknown"):
+        parse("--report_to", "wandbb", "--do_eval")
+
+
+def test_windows_opens_no_folders(tmp_path, monkeypatch):
+    """There `os.open` refuses folders, and `os.fsync` descriptors that only read."""
+    (tmp_path / "file").write_bytes(b"content")
+    opened = []
+    monkeypatch.setattr(saving.os, "name", "nt")
+    monkeypatch.setattr(saving.os, "open", lambda path, flags: opened.append((path, flags)) or 0)
+    monkeypatch.setattr(saving.os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(saving.os, "close", lambda descriptor: None)
+    for path in (tmp_path, tmp_path / "file"):
+        saving._flush(path)
+    assert opened == [(tmp_path / "file", saving.os.O_RDWR)]

@@ -256,12 +256,7 @@ class RunArguments(TrainingArguments):
             super().__post_init__()
         except ValueError as error:
             raise InputError(str(error)) from error
-        available = get_available_reporting_integrations()
-        if missing := [name for name in self.report_to if name in INTEGRATION_TO_CALLBACK and name not in available]:
-            raise InputError(
-                f"--report_to {missing[0]}: it is not installed (pip install {missing[0]}); accepted here: "
-                f"{', '.join(available)} and none."
-            )
+        self._check_reports()
         if launched_processes() > 1 and self.world_size == 1:
             raise InputError(
                 f"{launched_processes()} processes were launched; they cannot share a model on {self.device.type}; "
@@ -313,6 +308,14 @@ class RunArguments(TrainingArguments):
         # max_steps is -1 by default: Trainer then trains for num_train_epochs.
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise InputError(f"--num_train_epochs {self.num_train_epochs}; accepted: numbers above 0.")
+
+    def _check_reports(self):
+        available = get_available_reporting_integrations()
+        missing = [name for name in self.report_to if name not in available]
+        if missing:
+            known = missing[0] in INTEGRATION_TO_CALLBACK
+            reason = f"is not installed (pip install {missing[0]})" if known else "is unknown to transformers"
+            raise InputError(f"--report_to {missing[0]} {reason}; accepted here: {', '.join([*available, 'none'])}.")
 
     def _check_hub(self):
         if self.push_to_hub and not (self.do_train and self.do_eval):

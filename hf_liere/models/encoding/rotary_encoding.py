@@ -130,8 +130,8 @@ class RotaryEncoding(LearnedRotations):
         vectors = positions.locate().coordinates.detach()
         if not values_are_unknown(vectors) and vectors.numel() and vectors.norm(dim=-1).max() > 2 * math.pi:
             logger.warning_once(
-                "Some rotation vectors are longer than 2π, a full turn: they are in radians, and torch.deg2rad converts "
-                "degrees."
+                "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
+                "torch.deg2rad converts degrees."
             )
 
     def _find_rotations(

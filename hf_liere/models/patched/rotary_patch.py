@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rotate_prefix
+from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, closest, default_rotate_prefix
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, check_format_version
 from ..transformer.layers import eager_attention_forward
@@ -97,8 +97,8 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         check_format_version(self.format_version, FORMAT_VERSION)
         if self.position_encoding not in ENCODING_TRAITS:
             raise ValueError(
-                f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
-                f"{', '.join(ENCODING_TRAITS)}."
+                f"position_encoding={self.position_encoding!r} is not a rotary encoding"
+                f"{closest(self.position_encoding, ENCODING_TRAITS)}; accepted: {', '.join(ENCODING_TRAITS)}."
             )
         if self.coordinates == "physical":
             raise ValueError(

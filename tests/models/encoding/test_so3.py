@@ -1,11 +1,13 @@
 """Orientations as positions: LieRE that starts at representations of so(3), in the layer and in models of tokens."""
 
+import logging
 import math
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from scipy.spatial.transform import Rotation
+from transformers.utils import logging as transformers_logging
 
 import hf_liere
 from hf_liere import (
@@ -236,3 +238,17 @@ def test_places_on_a_grid_are_not_orientations():
     query, key = torch.randn(2, 1, HEADS, 8, HEAD_DIM)
     with pytest.raises(ValueError, match="those of a grid of patches; .* rotation vectors of shape"):
         build()(query, key, grid_positions((2, 2, 2)))
+
+
+@pytest.mark.parametrize("angle, warned", [(180.0, True), (6.2, False)])
+def test_degrees_are_noticed(angle, warned, caplog, monkeypatch):
+    """In the layer and in models of tokens; a vector up to a full turn is no reason to warn."""
+    logger = logging.getLogger("hf_liere.models.encoding.rotary_encoding")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logger, "propagate", True)
+    transformers_logging.warning_once.cache_clear()
+    vectors = torch.tensor([[0.0, angle, 0.0], [1.0, 0.0, 0.0]])
+    rotary, states = hf_liere.LieRotaryEmbedding(2, 12, 3, rotary_init="so3"), torch.zeros(1, 2, 2, 12)
+    for _ in range(2):
+        rotary(states, states, vectors)
+    assert caplog.text.count("longer than 2π") == warned

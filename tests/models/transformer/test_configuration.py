@@ -2,8 +2,11 @@ import json
 import logging
 import math
 
+import numpy as np
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
 
 import hf_liere
 
@@ -245,3 +248,37 @@ def test_a_changed_configuration_is_checked_before_it_is_saved(tmp_path, tiny):
     config.block_size = 100
     with pytest.raises(StrictDataclassError, match="block_size=100"):
         config.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, close", [("LieRE8", "'liere'"), ("rope-mixed", "'rope_mixed'"), ("comrope", "'comrope_(ld|ap)' or")]
+)
+def test_the_closest_encoding_is_named(name, close):
+    makers = (hf_liere.LieREViTConfig, hf_liere.RotaryPatchConfig)
+    for make in (*makers, lambda position_encoding: hf_liere.LieRotaryEmbedding(2, 8, 2, position_encoding)):
+        with pytest.raises((StrictDataclassError, ValueError), match=f"position_encoding='{name}'.*closest is {close}"):
+            make(position_encoding=name)
+
+
+def test_inputs_that_are_no_tensors():
+    """Images, arrays and lists: the error names the argument and what makes a tensor of it."""
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    image = hf_liere.LieREViTForImageClassification(hf_liere.LieREViTConfig(image_size=16, patch_size=8, **sizes))
+    tokens = hf_liere.LieRETokensModel(hf_liere.LieRETokensConfig(**sizes))
+    for given in (np.zeros((1, 3, 16, 16), np.float32), Image.new("RGB", (16, 16)), [[0.0]]):
+        kind = type(given).__name__
+        with pytest.raises(ValueError, match=f"pixel_values is a {kind}; a tensor is needed.*AutoImageProcessor"):
+            image(given)
+        with pytest.raises(ValueError, match=f"inputs_embeds is a {kind}; a tensor is needed"):
+            tokens(given, torch.zeros(1, 2, 1))
+    with pytest.raises(ValueError, match="positions is a list; a tensor is needed"):
+        tokens(torch.zeros(1, 2, 1), [[0.0], [1.0]])
+    for grid in (14, (14.0, 14), (), (0, 2)):
+        with pytest.raises(ValueError, match=r"grid=.*numbers of patches of at least 1, such as \(14, 14\)"):
+            hf_liere.grid_positions(grid)
+
+
+def test_a_wrong_size_of_a_layer_has_one_traceback():
+    with pytest.raises(ValueError, match="^block_size=100 does not fit a head_dim of 48") as caught:
+        hf_liere.LieRotaryEmbedding(2, 48, 2, "liere", 100)
+    assert caught.value.__suppress_context__ and caught.value.__cause__ is None
