@@ -79,7 +79,9 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     # Run as a file: importing it as a module would import the package.
     version = runpy.run_path(str(Path(__file__).with_name("version.py")))["__version__"]
-    command = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
+    command: argparse.ArgumentParser = _Parser(
+        prog="hf-liere", description="Learned Lie-group position encodings for ViTs."
+    )
     command.add_argument("--version", action="version", version=version)
     subcommands = command.add_subparsers(dest="command", required=True)
     for add_arguments in (_add_convert, _add_upgrade, _add_export, _add_inspect, _add_predict, _add_push, _add_rope):

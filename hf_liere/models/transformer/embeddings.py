@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..encoding.batch_positions import GroupedPositions
+from ..encoding.given_positions import require_tensors
 from ..encoding.positions import TokenPositions, patch_indices
 from ..rotation.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig
@@ -33,6 +34,7 @@ class LieREPatchEmbeddings(nn.Module):
         Raises:
             ValueError: if the number of axes or channels is wrong or a size is not divisible by the patch.
         """
+        require_tensors(pixel_values=pixels)
         if pixels.ndim != 2 + len(self.patch_shape):
             raise ValueError(
                 f"pixel_values of shape {tuple(pixels.shape)} have {pixels.ndim} dimensions; accepted: "

@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..encoding.batch_positions import GroupedPositions, pad_rows, place_batch
 from ..encoding.folding import build_rotary_encoding
-from ..encoding.given_positions import place_given, require_tensors, zero_hidden
+from ..encoding.given_positions import place_given, zero_hidden
 from ..encoding.physical_spacing import refuse_spacing
 from ..encoding.placement import place_grid, place_input
 from ..encoding.positions import TokenPositions
@@ -195,7 +195,6 @@ class LieREPixelModel(LieREEncoderModel):
                 or are not finite, missing or unused; if a mask has the wrong shape, or hides every token of a sample or
                 all that are averaged.
         """
-        require_tensors(pixel_values=pixel_values, positions=positions)
         if spacing is not None or frame_times is not None:
             refuse_spacing(self.config, spacing, frame_times, positions)
         config, embeddings, present = self.config, self.embeddings, None

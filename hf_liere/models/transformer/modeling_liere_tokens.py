@@ -38,6 +38,7 @@ class LieREFeatureEmbeddings(LieRETokenEmbeddings):
         Raises:
             ValueError: if they have another shape or are not floating point.
         """
+        require_tensors(inputs_embeds=features)
         if features.ndim != 3 or features.shape[1] == 0 or features.shape[2] != self.feature_size:
             raise ValueError(
                 f"inputs_embeds of shape {tuple(features.shape)} must be (batch, tokens, feature_size), with at least "
@@ -163,7 +164,6 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             ValueError: if features, positions or a mask do not fit the configuration or each other, positions of
                 visible tokens are missing or not finite, or a mask hides every token of a sample.
         """
-        require_tensors(inputs_embeds=inputs_embeds, positions=positions)
         batch, length = self.embeddings.shape(inputs_embeds)
         is_token_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
         visible = attention_mask if is_token_mask else None  # (B, N)

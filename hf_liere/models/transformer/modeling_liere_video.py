@@ -2,6 +2,7 @@
 
 import torch
 
+from ..encoding.given_positions import require_tensors
 from .configuration_liere import LieREVideoConfig
 from .modeling_liere import LieREForClassification, LieREPixelModel
 
@@ -31,6 +32,7 @@ class LieREVideoModel(LieREPixelModel):
     input_modalities = ("video",)  # volumes too: transformers has no modality for them
 
     def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        require_tensors(pixel_values=pixel_values)
         if pixel_values.ndim != 5:  # (B, T, C, H, W)
             raise ValueError(
                 f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, frames, channels, height, width)."
