@@ -32,7 +32,7 @@ from hf_liere.errors import InputError
 from training.common.arguments import RunArguments, TokensModelArguments
 from training.common.command_line import parse_arguments
 from training.common.records import describe_examples
-from training.data.tokens import TokenDataArguments, TokenExamples, collate_tokens, load_tokens
+from training.data.tokens import TokenDataArguments, TokenExamples, load_tokens, token_collator
 from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.token_setup import attend_by_poses, resolve_tokens_config
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
-        data_collator=collate_tokens,
+        data_collator=token_collator(args.device, data.train, data.evaluation),
         compute_metrics=ClassificationMetrics(model.config.num_labels),
         preprocess_logits_for_metrics=ranks_and_losses,
     )

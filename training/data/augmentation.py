@@ -17,13 +17,16 @@ import numpy as np
 import torch
 from PIL import Image
 from torchvision.transforms import RandAugment, RandomErasing
+from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from hf_liere.reading.files import UnreadableError
 from training.common.arguments import AugmentationArguments
 from training.data.rand_augment import LieRERandAugment
 from training.data.sources import SourceDataset
 
 
+logger = logging.get_logger(__name__)
 PADDING = -1
 IGNORED_LABEL = -100
 # Makes random erasing independent of the other augmentations, which have the same (seed, epoch, index).
@@ -72,9 +75,22 @@ class EpochSampler(torch.utils.data.Sampler):
             yield epoch, PADDING
 
 
+@functools.cache
+def _warn(message: str) -> None:
+    logger.warning(message)
+
+
+def leave_out(error: UnreadableError) -> None:
+    """Reports, once in a process, an example that cannot be read: it must not end a run."""
+    _warn(f"Left out: {error}")
+
+
 @dataclass
 class TrainingImages(SourceDataset):
-    """Augmented images by key `(epoch, index)`: `image` (height, width, C) uint8, `label` and `key`."""
+    """
+    Augmented images by key `(epoch, index)`: `image` (height, width, C) uint8, `label` and `key`. An unreadable image
+    is left out, and has the label that the loss ignores.
+    """
 
     augment: "Augmentation"
 
@@ -86,7 +102,11 @@ class TrainingImages(SourceDataset):
         epoch, index = key
         if index == PADDING:
             return {"label": IGNORED_LABEL, "key": key}
-        image, label = self.source[index % len(self)]
+        try:
+            image, label = self.source[index % len(self)]
+        except UnreadableError as error:
+            leave_out(error)
+            return {"label": IGNORED_LABEL, "key": key}
         return {"image": self.augment(image, epoch, index), "label": label, "key": key}
 
 
@@ -128,12 +148,16 @@ class EvaluationView:
 
 @dataclass
 class EvaluationImages(SourceDataset):
-    """Images for evaluation: `image` (*image_size, C), `label` and `index`."""
+    """Images for evaluation: `image` (*image_size, C), `label` and `index`; unreadable ones as in training."""
 
     view: EvaluationView
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label = self.source[index]
+        try:
+            image, label = self.source[index]
+        except UnreadableError as error:
+            leave_out(error)
+            return {"label": IGNORED_LABEL}
         (part,) = self.view.parts(image)
         return {"image": part, "label": label, "index": index}
 

@@ -1,18 +1,17 @@
 """Clips of videos: choosing their frames, and the data sets that read and augment them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from transformers.utils import logging
 
-from training.data.augmentation import IGNORED_LABEL, PADDING, EvaluationImages, TrainingImages
-from training.data.video_files import FrameReader, UnreadableError
+from hf_liere.reading.clips import FrameReader, clip_indices
+from hf_liere.reading.files import UnreadableError
+from training.data.augmentation import IGNORED_LABEL, PADDING, EvaluationImages, TrainingImages, leave_out
 
 
-logger = logging.get_logger(__name__)
 # Makes the choice of frames independent of the augmentation, which has the same (seed, epoch, index).
 CLIP_STREAM = 1
 
@@ -21,7 +20,8 @@ class Clip(Protocol):
     """A video that has not been read."""
 
     name: str
-    # If the model needs them: distances of slices, rows and columns, and the times of frames that are not slices.
+    # If the model needs them: distances of slices, rows and columns, and the times of frames that are not slices. Times
+    # are known wherever the rate varies.
     spacing: tuple[float, float, float] | None
     frame_times: np.ndarray | None
 
@@ -64,26 +64,6 @@ class ClipArray:
         return self.frames[indices]
 
 
-def clip_indices(length: int, num_frames: int, stride: int | None, start: float | np.ndarray) -> np.ndarray:
-    """
-    Frame numbers of a clip, (num_frames,), in non-descending order. Short videos repeat frames.
-
-    Args:
-        length: number of frames of the video.
-        stride: distance between frames; `None` takes one from each of `num_frames` equal segments of the video.
-        start: position of the clip among all possible ones, in [0, 1]. Without a stride, the position of the frame in
-            its segment, which may be one number per segment.
-    """
-    if stride is None:
-        return np.minimum(((np.arange(num_frames) + start) * length / num_frames).astype(int), length - 1)
-    last = length - frames_needed(num_frames, stride)
-    return min(int(start * (last + 1)), last) + stride * np.arange(num_frames)
-
-
-def frames_needed(num_frames: int, stride: int | None) -> int:
-    return num_frames if stride is None else (num_frames - 1) * stride + 1
-
-
 def voxel_places(
     clip: Clip, indices: np.ndarray, extent: tuple[float, float], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
@@ -109,18 +89,15 @@ class ClipReader:
 
     num_frames: int
     stride: int | None
-    reported: set[str] = field(default_factory=set)
 
     def indices(self, clip: Clip, start: float | np.ndarray) -> np.ndarray:
-        return clip_indices(len(clip), self.num_frames, self.stride, start)
+        return clip_indices(len(clip), self.num_frames, self.stride, start, clip.frame_times)
 
     def read(self, clip: Clip, indices: np.ndarray) -> np.ndarray | None:
         try:
             return clip.read(indices)
         except UnreadableError as error:
-            if clip.name not in self.reported:
-                self.reported.add(clip.name)
-                logger.warning(f"Left out: {error}")
+            leave_out(error)
             return None
 
 

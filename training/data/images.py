@@ -8,10 +8,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hf_liere.errors import InputError
+from hf_liere.reading.files import UnreadableError, reason
+from hf_liere.reading.pictures import GREY_MODES, develop, open_encoded, pixels
 from training.common.arguments import DataArguments
-from training.common.messages import reason
 from training.data.arrows import Arrows
-from training.data.image_formats import EIGHT_BIT_MODES, GREY_MODES
 from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction
 from training.data.tables import (
     infer_column,
@@ -41,7 +41,7 @@ class DecodedImages:
         cache_bytes: largest total size of the decoded images.
 
     Raises:
-        InputError: on access, naming the file or row of an image that cannot be decoded or has too many channels.
+        UnreadableError: on access, naming the file or row of an image that cannot be decoded or has too many channels.
     """
 
     table: datasets.Dataset
@@ -74,21 +74,19 @@ class DecodedImages:
     def decode(self, encoded: dict | None, row: int) -> np.ndarray:
         """Decodes an image to (height, width, num_channels). Error messages name its file or `row`."""
         try:
-            image = datasets.Image().decode_example(encoded)
-            mode = image.mode
-            if mode not in EIGHT_BIT_MODES:
-                raise InputError(f"mode {mode}; accepted are 8-bit images, modes {', '.join(EIGHT_BIT_MODES)}")
-            if self.num_channels == 1 and mode not in GREY_MODES:
-                raise InputError(
-                    f"mode {mode}, but the model takes num_channels=1; accepted: grey images or --num_channels 3"
-                )
-            array = np.asarray(image.convert("RGB" if self.num_channels == 3 else "L"))
-        except InputError as error:
-            raise InputError(f"{self._place(encoded, row)} has {error}.") from None
+            with open_encoded(encoded) as image:
+                developed = develop(image, "RGB" if self.num_channels == 3 else "L")
+                if self.num_channels == 1 and image.mode not in GREY_MODES:
+                    raise UnreadableError(
+                        f"mode {image.mode}, but the model takes num_channels=1; accepted: grey images or "
+                        "--num_channels 3"
+                    )
+        except UnreadableError as error:
+            raise UnreadableError(f"{self._place(encoded, row)} has {error}.") from None
         except Exception as error:
             # Decoders raise errors of any class for broken files.
-            raise InputError(f"{self._place(encoded, row)} cannot be decoded ({reason(error)}).") from error
-        return array.reshape(*array.shape[:2], self.num_channels)
+            raise UnreadableError(f"{self._place(encoded, row)} cannot be decoded ({reason(error)}).") from error
+        return pixels(developed)
 
     def _place(self, encoded: dict | None, row: int) -> str:
         if encoded and encoded.get("path") and encoded.get("bytes") is None:

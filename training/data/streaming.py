@@ -17,8 +17,9 @@ from pyarrow.parquet import ParquetFile
 from torch.utils.data import IterableDataset
 
 from hf_liere.errors import InputError
+from hf_liere.reading.files import UnreadableError
 from training.common.arguments import DataArguments, RunArguments
-from training.data.augmentation import Augmentation
+from training.data.augmentation import Augmentation, leave_out
 from training.data.images import DecodedImages
 from training.data.sources import DataRequest, LabelledImages
 from training.data.tables import (
@@ -101,7 +102,11 @@ class StreamedImages(IterableDataset):
         while left:
             before = left
             for row in self.table:
-                image = self.decoder.decode(row[self.stream.image_column], number)
+                try:
+                    image = self.decoder.decode(row[self.stream.image_column], number)
+                except UnreadableError as error:
+                    leave_out(error)
+                    continue
                 label = self.numbers[row[self.stream.label_column]]
                 for _ in range(min(self.repeats, left)):
                     # Unique among all views of the epoch, in all processes and workers.
@@ -111,7 +116,7 @@ class StreamedImages(IterableDataset):
                 if not left:
                     break
             if left == before:
-                raise InputError("The stream contains no images.")
+                raise InputError("The stream contains no images that can be read.")
 
 
 def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[LabelledImages, Stream | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,13 @@ import torch
 from torch.utils.data import Dataset
 
 from hf_liere.errors import InputError
+from hf_liere.models.rotation.dispatch import working_dtype
+from hf_liere.reading.tokens import Columns, read_columns, require_distinct, to_float64
 from training.common.arguments import LimitArguments, flag, require_numbers
 from training.common.messages import abbreviate
 from training.data import pointers, poses, solids, views
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
-from training.data.token_files import Columns, read_columns
 
 
 TASKS = ("sequence", "token")
@@ -85,7 +87,8 @@ class TokenTable:
     Samples of N tokens each; N may differ between samples.
 
     Attributes:
-        features, positions: float32 arrays (N, features) and (N, axes).
+        features: float32 arrays (N, features).
+        positions: float64 arrays (N, axes).
         labels: The class of every sample, or an array (N,) of its tokens' classes, as in the data.
         poses: float32 arrays (N, 16), or none.
     """
@@ -240,11 +243,9 @@ def _from_columns(arguments: TokenDataArguments, columns: Columns, name: str) ->
     made = TokenTable([], [], [])
     for index, label in enumerate(columns[arguments.label_column]):
         where = f"{name}, sample {index}"
-        tokens = _stack_columns(columns, features, index, where)
-        if positions:
-            placed = _stack_columns(columns, positions, index, where)
-        else:
-            placed = np.arange(len(tokens), dtype=np.float32)[:, None]
+        tokens = _stack_columns(columns, features, index, where).astype(np.float32)
+        placed = _stack_columns(columns, positions, index, where) if positions else np.arange(len(tokens))[:, None]
+        placed = to_float64(placed, where)
         if len(placed) != len(tokens):
             raise InputError(f"{where} has {len(tokens)} tokens with features and {len(placed)} with positions.")
         made.features.append(tokens)
@@ -258,25 +259,32 @@ def _from_columns(arguments: TokenDataArguments, columns: Columns, name: str) ->
 
 
 def _stack_columns(columns: Columns, names: list[str], index: int, where: str) -> np.ndarray:
-    """Concatenates the cells of several columns to a float32 array (N, columns)."""
+    """Concatenates the cells of several columns to an array (N, columns) of a type that holds all of them."""
     parts = []
     for name in names:
         cell = np.asarray(columns[name][index])
         cell = cell[:, None] if cell.ndim == 1 else cell
-        if cell.ndim != 2 or 0 in cell.shape or cell.dtype.kind not in "biuf":
+        if cell.ndim != 2 or 0 in cell.shape or cell.dtype.kind not in "biufMm":
             raise InputError(
                 f"{where}: {name!r} has shape {cell.shape} and type {cell.dtype}; accepted: numbers (tokens,) or "
                 "(tokens, …) for at least one token."
             )
+        if cell.dtype.kind in "Mm":
+            cell = to_float64(cell, f"{where}, {name!r}")
         if not np.isfinite(cell).all():
             raise InputError(
                 f"{where}: {name!r} contains {int((~np.isfinite(cell)).sum())} values that are not finite; replace "
                 "them, or remove these tokens."
             )
-        parts.append(cell.astype(np.float32))
+        parts.append(cell)
     if len({len(part) for part in parts}) != 1:
         raise InputError(f"{where}: {', '.join(names)} have {', '.join(str(len(part)) for part in parts)} tokens.")
-    return np.concatenate(parts, axis=1)
+    joined = np.concatenate(parts, axis=1)
+    for part in parts:
+        # Beside a column of another type, whole numbers become float64.
+        if part.dtype.kind in "iu" and joined.dtype.kind == "f":
+            require_distinct(part, part.astype(joined.dtype), where)
+    return joined
 
 
 def _stack_poses(columns: Columns, names: list[str], index: int, where: str, tokens: int) -> np.ndarray:
@@ -287,7 +295,8 @@ def _stack_poses(columns: Columns, names: list[str], index: int, where: str, tok
             f"{where}: {', '.join(names)} have shape {given.shape}; poses of {tokens} tokens are ({tokens}, 16), the "
             "rows of a 4 × 4 matrix for each token."
         )
-    return given
+    require_distinct(given, given.astype(np.float32), f"{where}, {', '.join(names)}")
+    return given.astype(np.float32)
 
 
 def _label(value: Any, tokens: int, where: str) -> Any:
@@ -386,7 +395,16 @@ class TokenExamples(Dataset):
         return example | ({POSES: self.table.poses[index]} if self.table.poses else {})
 
 
-def collate_tokens(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def token_collator(device: torch.device, *tables: TokenTable | None) -> Callable:
+    """[`collate_tokens`] for a device. Raises [`InputError`] if positions need float64 and the device has none."""
+    dtype = working_dtype(device)
+    for table in tables if dtype == torch.float32 else ():
+        for index, placed in enumerate(table.positions if table else ()):
+            require_distinct(placed, placed.astype(np.float32), f"On {device}, sample {index}")
+    return partial(collate_tokens, dtype=dtype)
+
+
+def collate_tokens(examples: list[dict[str, Any]], dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """
     Pads examples to the longest: `inputs_embeds` (B, N, features) and `positions` (B, N, axes), zero where padded,
     `attention_mask` (B, N), and `labels` (B,), or (B, N) with `IGNORED_LABEL` for padding. `poses` (B, N, 4, 4), if
@@ -394,7 +412,9 @@ def collate_tokens(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """
     longest, size = max(len(example["features"]) for example in examples), len(examples)
     shapes = {name: (size, longest, examples[0][name].shape[1]) for name in (FEATURES, POSITIONS)}
-    batch = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    # Models subtract the origin in float64; only then do times since 1970 fit into float32.
+    types = {FEATURES: torch.float32, POSITIONS: dtype}
+    batch = {name: torch.zeros(shape, dtype=types[name]) for name, shape in shapes.items()}
     if POSES in examples[0]:
         batch[POSES] = torch.eye(4).flatten().repeat(size, longest, 1)
     mask = torch.zeros(size, longest, dtype=torch.long)

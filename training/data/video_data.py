@@ -13,14 +13,16 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from hf_liere.reading.clips import FrameReader, frames_needed, is_clip
+from hf_liere.reading.files import UnreadableError, visible
+from hf_liere.reading.volumes import SPACING, check_spacing
 from training.common.arguments import ViewArguments, flag
 from training.data import bodies
 from training.data.arrows import LABELS, Arrows
-from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
+from training.data.clips import Clip, ClipArray, ClipFile
 from training.data.images import build_arrows
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
-from training.data.video_files import SPACING, FrameReader, UnreadableError, check_spacing, is_clip
 
 
 logger = logging.get_logger(__name__)
@@ -58,7 +60,7 @@ class VideoDataArguments(ViewArguments):
     video_folder: str | None = flag(
         None,
         "Folder with train/ and validation/, each with one folder per class of videos, volumes (.nii, .nii.gz, .npz, "
-        ".npy) or folders of frames; with split files, the folder that their paths are relative to.",
+        ".npy), or folders of frames or DICOM slices; with split files, the folder that their paths are relative to.",
     )
     train_files: list[str] | None = flag(
         None, "Split files to train on, with a path and optionally a class number per line, as for UCF101."
@@ -154,18 +156,17 @@ def _open_clips(
     clips = []
     for path, label in tqdm(entries, desc=f"Opening {part} clips", unit="clip", leave=False, disable=None):
         try:
-            length = reader.count(path)
+            length, times = reader.count(path), None if needs_spacing else reader.uneven_times(path)
         except UnreadableError as error:
             logger.warning(f"Left out: {error}")
             continue
         try:
-            places = (reader.spacing(path), reader.frame_times(path)) if needs_spacing else ()
+            spacing, times = (reader.spacing(path), reader.frame_times(path)) if needs_spacing else (None, times)
         except UnreadableError as error:
             raise InputError(f"--coordinates physical: {error}") from error
-        if places and places[1] is not None:
-            # The header may state a wrong number of frames.
-            length = len(places[1])
-        clips.append((ClipFile(path, length, reader, *places), label))
+        # The header may state a wrong number of frames.
+        length = length if times is None else len(times)
+        clips.append((ClipFile(path, length, reader, spacing, times), label))
     return clips
 
 
@@ -191,7 +192,7 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
     """Clips of `folder/<split>/<class>/…`."""
     if not folder.is_dir():
         raise InputError(f"--video_folder {str(folder)!r} is not a folder.")
-    splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    splits = [path.name for path in visible(folder) if path.is_dir()]
     usual = {"training": "train", "evaluation": _evaluation_split(eval_split, splits)}
     parts = {part: usual[part] for part in request.parts}
     for split in parts.values():
@@ -202,13 +203,13 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
             )
     # Classes are collected from all splits, so that an evaluation has the training classes.
     known = {"train", *USUAL_SPLITS, *parts.values()}.intersection(splits)
-    ordered = sorted({path.name for split in known for path in (folder / split).iterdir() if path.is_dir()})
+    ordered = sorted({path.name for split in known for path in visible(folder / split) if path.is_dir()})
     files = {
         part: [
             (path, number)
             for number, name in enumerate(ordered)
             if (folder / split / name).is_dir()
-            for path in sorted((folder / split / name).iterdir())
+            for path in visible(folder / split / name)
             if is_clip(path)
         ]
         for part, split in parts.items()

@@ -3,22 +3,27 @@
 - *npz*: the first axis of an array is the sample. With an array `lengths` (samples,), arrays may instead concatenate
   the tokens of all samples.
 - *parquet*: one row per sample; cells are numbers, names, or (nested) lists with one entry per token.
+- In both, times and durations of any unit become seconds, times those since 1970.
 - *ts*: time series of aeon, sktime and the UEA archive, with columns `features` and `labels`. Read here, because aeon
   requires an older numpy than torch.
 """
 
 import zipfile
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from hf_liere.errors import InputError
-from training.common.messages import reason
+from ..errors import InputError
+from .files import reason
 
 
 LENGTHS = "lengths"
+# Whole numbers up to this one are numbers of float64.
+EXACT = 2**53
 # Cells by column name. A cell is a number, a name or an array (tokens, …).
 Columns = dict[str, list]
 
@@ -69,15 +74,68 @@ def _read_parquet(path: Path, wanted: set[str]) -> Columns:
         columns = {name: [] for name in file.schema_arrow.names}
         table = file.read(columns=[name for name in columns if name in wanted])
     for name in table.column_names:
-        for row, cell in enumerate(table[name].to_pylist()):
+        numbers, unit = _plain_type(table.schema.field(name).type)
+        for row, cell in enumerate(table[name].cast(numbers).to_pylist()):
             try:
-                columns[name].append(np.array(cell) if isinstance(cell, list) else cell)
+                cell = np.array(cell) if isinstance(cell, list) else cell
+                # Cells with missing entries stay what they are, and are refused for that.
+                timed = unit is not None and getattr(cell, "dtype", None) == np.int64
+                columns[name].append(cell.astype(unit) if timed else cell)
             except ValueError:
                 raise InputError(
                     f"{path.name}, row {row}: the lists in {name!r} have different lengths; accepted: a list with one "
                     "entry, or one list of equal length, per token."
                 ) from None
     return columns
+
+
+def _plain_type(kind: Any) -> tuple[Any, str | None]:
+    """A column's type with whole numbers for times, which Python's own would round, and numpy's type of these times."""
+    types = pyarrow.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner, unit = _plain_type(kind.value_type)
+        return (kind if inner == kind.value_type else pyarrow.list_(inner)), unit
+    if types.is_timestamp(kind) or types.is_duration(kind):
+        return pyarrow.int64(), f"{'M8' if types.is_timestamp(kind) else 'm8'}[{kind.unit}]"
+    return (pyarrow.float64() if types.is_decimal(kind) else kind), None
+
+
+def to_float64(values: np.ndarray, where: str) -> np.ndarray:
+    """
+    Positions (tokens, axes) as float64; times and durations in seconds, missing ones as NaN.
+
+    Raises:
+        InputError: with the number of tokens that lost a place of their own, here or where float32 was written.
+    """
+    if values.dtype.kind in "Mm":
+        start = np.array(0, values.dtype)
+        kept = (values - start) / np.timedelta64(1, "s")
+    else:
+        kept = values.astype(np.float64)
+    if values.dtype.kind in "iuMm":
+        require_distinct(values, kept, where)
+    elif values.dtype.itemsize <= 4 and values.dtype.kind == "f" and values.size and np.isfinite(values).all():
+        # Of tokens that are drawn at random, n²/2m share one of m places.
+        steps, extents = np.spacing(np.abs(values).max(axis=0)), np.ptp(values, axis=0)
+        # An axis without extent is one on purpose, unless even whole numbers are rounded there.
+        places = np.where((extents > 0) | (steps >= 1), extents / steps + 1, np.inf).prod(dtype=np.float64)
+        lost = len(values) - len(np.unique(values, axis=0))
+        if lost and len(values) ** 2 / 2 >= places:
+            raise InputError(
+                f"{where}: {lost} of {len(values)} tokens have the position of another one, because {values.dtype} "
+                f"has steps of {steps.max():g} at {np.abs(values).max():g}; accepted: float64, or an origin nearby."
+            )
+    return kept
+
+
+def require_distinct(values: np.ndarray, kept: np.ndarray, where: str) -> None:
+    """Raises [`InputError`] if rows that differ in `values` are equal in `kept`, the same rows in another type."""
+    lost = len(np.unique(values, axis=0)) - len(np.unique(kept, axis=0))
+    if lost > 0:
+        raise InputError(
+            f"{where}: {lost} of {len(values)} tokens lose a position of their own where {values.dtype} becomes "
+            f"{kept.dtype}; accepted: an origin nearby, or coarser units."
+        )
 
 
 def _read_ts(path: Path, wanted: set[str]) -> Columns:
@@ -99,6 +157,10 @@ def _read_ts(path: Path, wanted: set[str]) -> Columns:
             series = [[float(value) for value in channel.split(",")] for channel in channels]
         except ValueError as error:
             raise InputError(f"{path.name}, line {number}: {error}; accepted: numbers.") from None
+        for text, values in zip((channel.split(",") for channel in channels), series):
+            if max(map(abs, values)) > EXACT and len(set(values)) < len(set(map(Decimal, text))):
+                lost = len(set(map(Decimal, text))) - len(set(values))
+                raise InputError(f"{path.name}, line {number}: float64 cannot tell {lost} values from others.")
         if len({len(channel) for channel in series}) != 1:
             raise InputError(f"{path.name}, line {number}: the dimensions of a series have different lengths.")
         features.append(np.array(series).T)  # (tokens, features)

@@ -1,0 +1,277 @@
+"""Clips as frames: videos through PyAV, animations and folders of frames through Pillow, and slices of volumes."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ..errors import require_libraries
+from .files import (
+    FRAME_SUFFIXES,
+    PICTURE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    UnreadableError,
+    has_suffix,
+    naming,
+    visible,
+)
+from .pictures import develop, pixels, read_picture
+from .volumes import count_slices, is_volume, read_volume, to_bytes, volume_spacing
+
+
+@dataclass
+class FrameReader:
+    """
+    Reads chosen frames as uint8 (frames, height, width, num_channels).
+
+    Args:
+        num_channels: 3 (grey frames are repeated) or 1 (colours are converted to grey).
+        intensity_range: intensities of volumes that become 0 and 255; others are clipped. By default each volume's
+            minimum and maximum, unless it is uint8 already.
+    """
+
+    num_channels: int
+    intensity_range: Sequence[float] | None = None
+
+    def count(self, path: Path) -> int:
+        """Number of frames according to the file, without decoding them.
+
+        Raises:
+            UnreadableError: if the file cannot be opened.
+        """
+        with naming(path.name):
+            if is_volume(path):
+                return count_slices(path)
+            if path.is_dir():
+                return len(frame_files(path))
+            if has_suffix(path, PICTURE_SUFFIXES):
+                return len(_durations(path))
+            with _open(path) as container:
+                stream = container.streams.video[0]
+                # Some containers do not state the number of frames; count their packets instead.
+                return stream.frames or len(_stamps(container))
+
+    def read(self, path: Path, indices: Sequence[int] | None = None) -> np.ndarray:
+        """The frames with these ascending numbers, by default all.
+
+        Raises:
+            UnreadableError: if the file cannot be decoded up to the last one.
+        """
+        with naming(path.name):
+            if is_volume(path):
+                frames = to_bytes(read_volume(path), self.intensity_range)
+            elif path.is_dir():
+                files = frame_files(path)
+                chosen = range(len(files)) if indices is None else [*indices]
+                _require_frames(len(files), chosen)
+                return _stack([read_picture(files[index], self.mode) for index in chosen])
+            else:
+                return self.decode(path, indices, has_suffix(path, PICTURE_SUFFIXES))
+            if indices is not None:
+                _require_frames(len(frames), indices)
+                frames = frames[[*indices]]
+            return self._with_channels(frames)
+
+    def decode(
+        self, source: Path | IO[bytes], indices: Sequence[int] | None = None, is_animation: bool = False
+    ) -> np.ndarray:
+        """As [`read`], of a video or an animation; errors do not name it."""
+        frames, count = {}, 0
+        for number, frame in enumerate((_animation if is_animation else _video)(source, self.mode)):
+            count = number + 1
+            if indices is None or number in indices:
+                frames[number] = frame()
+            if indices is not None and number == indices[-1]:
+                break
+        chosen = range(max(count, 1)) if indices is None else indices
+        _require_frames(count, chosen)
+        return _stack([frames[index] for index in chosen])
+
+    @property
+    def mode(self) -> str:
+        return "L" if self.num_channels == 1 else "RGB"
+
+    def spacing(self, path: Path) -> tuple[float, float, float]:
+        """
+        Distances of a volume's slices, rows and columns, in mm for scans and in the array's unit for npz. For videos,
+        all are 1: rows and columns are in pixels, and frames have [`frame_times`].
+
+        Raises:
+            UnreadableError: if the file has no spacing, or one that is not positive and finite.
+        """
+        with naming(path.name):
+            return (1.0, 1.0, 1.0) if has_suffix(path, TIMED) else volume_spacing(path)
+
+    def frame_times(self, path: Path) -> np.ndarray | None:
+        """
+        Times of a clip's frames in seconds from the first, also at a variable rate; `None` for volumes and folders.
+
+        Raises:
+            UnreadableError: if the file lacks the time of a frame.
+        """
+        if path.is_dir() or not has_suffix(path, TIMED):
+            return None
+        with naming(path.name):
+            if has_suffix(path, PICTURE_SUFFIXES):
+                return np.cumsum([0.0, *_durations(path)[:-1]])
+            with _open(path) as container:
+                stamps, base = _stamps(container), container.streams.video[0].time_base
+            if not stamps or None in stamps or base is None:
+                raise UnreadableError(f"has the times of {len(stamps) - stamps.count(None)} of {len(stamps)} frames.")
+            # Packets come in the order of decoding.
+            return (np.sort(stamps) - min(stamps)) * float(base)
+
+    def uneven_times(self, path: Path) -> np.ndarray | None:
+        """[`frame_times`] of a video whose rate varies by its header, or of an animation; else `None`."""
+        if path.is_dir() or not has_suffix(path, TIMED):
+            return None
+        with naming(path.name):
+            if not has_suffix(path, PICTURE_SUFFIXES):
+                with _open(path) as container:
+                    stream = container.streams.video[0]
+                    rates = [float(rate or 0) for rate in (stream.average_rate, stream.base_rate)]
+                    if abs(rates[0] - rates[1]) <= SAME_RATE * rates[1]:
+                        return None
+            times = self.frame_times(path)
+        return times if is_uneven(times) else None
+
+    def _with_channels(self, frames: np.ndarray) -> np.ndarray:
+        frames = frames[..., None] if frames.ndim == 3 else frames
+        if frames.shape[-1] == 1:
+            return np.repeat(frames, self.num_channels, axis=-1)
+        if frames.shape[-1] != self.num_channels:
+            raise UnreadableError(f"frames have {frames.shape[-1]} channels; the model takes {self.num_channels}.")
+        return frames
+
+
+# Containers round the rates of their headers by less, relative to the rate.
+SAME_RATE = 1e-3
+# Files whose frames have times.
+TIMED = (*VIDEO_SUFFIXES, *PICTURE_SUFFIXES)
+
+
+def is_clip(path: Path) -> bool:
+    """Whether a path is a video, an animation, a volume, or a folder of frames or of slices."""
+    if path.is_dir():
+        return bool(frame_files(path)) or is_volume(path)
+    # The header of a pair goes with its image.
+    return has_suffix(path, (*VIDEO_SUFFIXES, ".gif")) or (is_volume(path) and not has_suffix(path, (".hdr",)))
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """The pictures in a folder, sorted by the numbers in their names."""
+    files = [path for path in visible(folder) if has_suffix(path, FRAME_SUFFIXES) and path.is_file()]
+    return sorted(files, key=lambda path: ([int(part) for part in re.findall(r"\d+", path.stem)], path.name))
+
+
+def frames_needed(num_frames: int, stride: int | None) -> int:
+    return num_frames if stride is None else (num_frames - 1) * stride + 1
+
+
+def clip_indices(
+    length: int, num_frames: int, stride: int | None, start: float | np.ndarray, times: np.ndarray | None = None
+) -> np.ndarray:
+    """
+    Frame numbers of a clip, (num_frames,), in non-descending order. Short videos repeat frames.
+
+    Args:
+        length: number of frames of the video.
+        stride: distance between frames; `None` takes one from each of `num_frames` equal segments of the video.
+        start: position of the clip among all possible ones, in [0, 1]. Without a stride, the position of the frame in
+            its segment, which may be one number per segment.
+        times: of the frames, if their rate varies: segments then last equally long.
+    """
+    if stride is None and times is not None and is_uneven(times):
+        # The last frame is shown for as long as others on average.
+        shown = (np.arange(num_frames) + start) / num_frames * (times[-1] + times[-1] / (length - 1))
+        return np.clip(np.searchsorted(times, shown, side="right") - 1, 0, length - 1)
+    if stride is None:
+        return np.minimum(((np.arange(num_frames) + start) * length / num_frames).astype(int), length - 1)
+    last = length - frames_needed(num_frames, stride)
+    return min(int(start * (last + 1)), last) + stride * np.arange(num_frames)
+
+
+def is_uneven(times: np.ndarray) -> bool:
+    """Whether a frame is off its place at a constant rate by half of a frame; containers round times by less."""
+    even = np.linspace(0, times[-1], len(times))
+    return len(times) > 2 and bool(np.abs(times - even).max() > even[1] / 2)
+
+
+def _require_frames(count: int, indices: Sequence[int]) -> None:
+    if not count:
+        raise UnreadableError("has no frames.")
+    if count <= indices[-1]:
+        raise UnreadableError(f"ends after {count} frames; frame {indices[-1] + 1} was requested.")
+
+
+def _stack(frames: list[np.ndarray]) -> np.ndarray:
+    if len(shapes := {frame.shape[:2] for frame in frames}) > 1:
+        raise UnreadableError(f"has frames of several sizes, {sorted(shapes)}; accepted: one.")
+    return np.stack(frames)
+
+
+def _open(source: Path | IO[bytes]) -> Any:
+    require_libraries("Reading videos", "video", "av")
+    import av
+
+    return av.open(str(source) if isinstance(source, Path) else source)
+
+
+def _stamps(container: Any) -> list[int | None]:
+    """Times of the frames that players show; some containers hold others that only help to decode them."""
+    return [packet.pts for packet in container.demux(video=0) if packet.size and not packet.is_discard]
+
+
+def _video(source: Path | IO[bytes], mode: str) -> Iterator[Any]:
+    """For each frame a function that makes it."""
+    with _open(source) as container:
+        aspect = float(container.streams.video[0].sample_aspect_ratio or 1)
+        for frame in container.decode(video=0):
+            yield lambda frame=frame: _upright(frame, aspect, mode)
+
+
+def _upright(frame: Any, aspect: float, mode: str) -> np.ndarray:
+    """A frame as players show it: with square pixels, turned and mirrored as its header says."""
+    from PIL import Image
+
+    form = "gray" if mode == "L" else "rgb24"
+    see_through = any(component.is_alpha for component in frame.format.components)
+    wide = {"width": max(round(frame.width * aspect), 1), "height": frame.height}
+    array = frame.reformat(format="rgba" if see_through else form, **wide).to_ndarray()
+    array = pixels(develop(Image.fromarray(array), mode) if see_through else array)
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return array
+    # Columns go along (a, b), rows along (c, d), in fixed point. `frame.rotation` would lose mirrors.
+    (a, b, _), (c, d, _), _ = np.frombuffer(bytes(matrix), np.int32).reshape(3, 3) / 2**16
+    if min(abs(a), abs(b)) > 0.01 * max(abs(a), abs(b)):
+        raise UnreadableError(f"is to be turned by {frame.rotation}°; accepted: multiples of 90°.")
+    if abs(b) > abs(a):
+        array, a, d = array.swapaxes(0, 1), c, b
+    return array[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+
+
+def _animation(source: Path | IO[bytes], mode: str) -> Iterator[Any]:
+    """As [`_video`]."""
+    require_libraries("Reading images", "inspect", "PIL")
+    from PIL import Image, ImageSequence
+
+    with Image.open(source) as image:
+        for frame in ImageSequence.Iterator(image):
+            yield lambda frame=frame: pixels(develop(frame, mode))
+
+
+def _durations(path: Path) -> list[float]:
+    """Seconds for which each frame of an animation is shown; a still picture is one frame."""
+    require_libraries("Reading images", "inspect", "PIL")
+    from PIL import Image, ImageSequence
+
+    with Image.open(path) as image:
+        if not getattr(image, "is_animated", False):
+            return [0.0]
+        # WebP knows how long a frame lasts once it is decoded, with `load`.
+        frames = ((frame, frame.load())[0] for frame in ImageSequence.Iterator(image))
+        return [float(frame.info.get("duration") or 0) / 1e3 for frame in frames]

@@ -1,0 +1,55 @@
+"""Which files are read, and the error that names one that cannot be."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import InputError, MissingLibraryError
+
+
+PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp", ".tif", ".tiff", ".avif")
+# In a folder of frames, an animation is no frame.
+FRAME_SUFFIXES = tuple(suffix for suffix in PICTURE_SUFFIXES if suffix != ".gif")
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
+SCAN_SUFFIXES = (".nii.gz", ".nii", ".img.gz", ".img", ".hdr")
+DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
+ARRAY_SUFFIXES = (".npz", ".npy")
+VOLUME_SUFFIXES = (*SCAN_SUFFIXES, *DICOM_SUFFIXES, *ARRAY_SUFFIXES)
+# What systems and editors leave beside data, apart from names that begin with a dot.
+LEFT_BEHIND = ("__macosx", "thumbs.db", "desktop.ini")
+
+
+class UnreadableError(InputError):
+    """A file cannot be read or has too few frames. The message names it."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Raises errors of the decoders inside as [`UnreadableError`] that begins with the name of the file."""
+    try:
+        yield
+    except MissingLibraryError:
+        raise
+    except UnreadableError as error:
+        raise UnreadableError(f"{name}: {error}") from None
+    except Exception as error:
+        # Decoders raise errors of any class for broken files.
+        raise UnreadableError(f"{name}: cannot be read ({reason(error)}).") from error
+
+
+def reason(error: BaseException) -> str:
+    """Class and first line of another library's error."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0].strip() if str(error) else 'no message'}"
+
+
+def is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") or path.name.lower() in LEFT_BEHIND
+
+
+def visible(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted, without what is hidden or left behind by systems."""
+    return sorted(path for path in folder.iterdir() if not is_hidden(path))
+
+
+def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().endswith(suffixes)

@@ -1,0 +1,60 @@
+"""Pictures through Pillow: upright, of eight bits, with transparent parts on white."""
+
+import io
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ..errors import require_libraries
+from .files import UnreadableError
+
+
+# Modes that Pillow converts to 8-bit grey or RGB without losing range. Of deeper ones no file says which values are black
+# and white: X-rays of 12 bits lie in 16, depths are in mm.
+EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+GREY_MODES = ("1", "L", "LA")
+GROUND = "white"
+
+
+def read_picture(source: str | Path | IO[bytes], mode: str = "RGB") -> np.ndarray:
+    """(height, width, 3 or 1) uint8 of a file's first frame, see [`develop`]."""
+    require_libraries("Reading images", "inspect", "PIL")
+    from PIL import Image
+
+    with Image.open(source) as image:
+        return pixels(develop(image, mode))
+
+
+def open_encoded(encoded: dict[str, Any]) -> Any:
+    """An image of a table that is not decoded: `bytes`, or the `path` of a file."""
+    from PIL import Image
+
+    return Image.open(encoded["path"] if encoded["bytes"] is None else io.BytesIO(encoded["bytes"]))
+
+
+def develop(image: Any, mode: str = "RGB") -> Any:
+    """
+    The current frame of an opened picture in the mode `L` or `RGB`: turned as its metadata say, and laid on white, so
+    that colours of transparent pixels, which nobody sees, have no effect.
+
+    Raises:
+        UnreadableError: if the picture has more than eight bits per channel.
+    """
+    from PIL import Image, ImageOps
+
+    if image.mode not in EIGHT_BIT_MODES:
+        raise UnreadableError(
+            f"mode {image.mode}; accepted are 8-bit images, modes {', '.join(EIGHT_BIT_MODES)}: choose which values are "
+            "black and white, and scale deeper ones to 0 … 255"
+        )
+    upright = ImageOps.exif_transpose(image)
+    if upright.has_transparency_data:
+        upright = Image.alpha_composite(Image.new("RGBA", upright.size, GROUND), upright.convert("RGBA"))
+    return upright.convert(mode)
+
+
+def pixels(image: Any) -> np.ndarray:
+    """(height, width, channels)."""
+    array = np.asarray(image)
+    return array.reshape(*array.shape[:2], -1)
