@@ -15,7 +15,7 @@ from ..storage.targets import new_directory
 from .analysis import InspectedModel, analyse, black_input, tokens_transformer, vision_tower
 from .attention import size_options
 from .comparison import compare
-from .inputs import InspectionError, Preparation, Sample, read_samples
+from .inputs import ClipRequest, InspectionError, Preparation, Sample, read_samples
 
 
 REPORT_NAME = "report.html"
@@ -66,7 +66,9 @@ def inspect_checkpoints(
 
     with new_directory(output) as partial:
         loaded = [load_checkpoint(*place, trust_remote_code) for place in checkpoints]
-        samples = read_samples(images, dataset, split, max_samples, _take_videos([model for model, _ in loaded]))
+        is_video = _take_videos([model for model, _ in loaded])
+        clip = ClipRequest(intensity_range=getattr(loaded[0][1], "intensity_range", None))
+        samples = read_samples(images, dataset, split, max_samples, is_video, clip)
         if not samples and image_sizes is not None:
             raise InspectionError(f"--image_sizes {image_sizes} needs images; give some with --image or --dataset.")
         names = _names(checkpoints)

@@ -1,21 +1,22 @@
 """Images and clips for `hf-liere inspect`: read from files or data sets, and prepared for a model."""
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import InputError, require_libraries
+from ..errors import InputError, MissingLibraryError, require_libraries
+from ..reading.clips import FrameReader, clip_indices, is_clip
+from ..reading.files import PICTURE_SUFFIXES, VIDEO_SUFFIXES, VOLUME_SUFFIXES, UnreadableError, has_suffix, visible
+from ..reading.pictures import develop, pixels, read_picture
 
 
-IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
-VIDEO_SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
-ARRAY_SUFFIX = ".npy"
-SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, ARRAY_SUFFIX)
+SUFFIXES = (*PICTURE_SUFFIXES, *VIDEO_SUFFIXES, *VOLUME_SUFFIXES)
 TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 
 
@@ -29,10 +30,13 @@ class Sample:
     Attributes:
         name: File name, or row of a data set.
         frames: (T, H, W, C) uint8, C = 3 or 1; an image is one frame.
+        places: For models with physical coordinates, the distances of rows and columns, and the times or places of
+            the frames (T,).
     """
 
     name: str
     frames: np.ndarray
+    places: tuple[Sequence[float], np.ndarray] | None = None
 
 
 @dataclass
@@ -105,7 +109,12 @@ class Preparation:
 
 
 def read_samples(
-    files: Sequence[str], dataset: str | None, split: str | None, max_samples: int, is_video: bool
+    files: Sequence[str],
+    dataset: str | None,
+    split: str | None,
+    max_samples: int,
+    is_video: bool,
+    clip: "ClipRequest | None" = None,
 ) -> list[Sample]:
     """
     Args:
@@ -114,65 +123,88 @@ def read_samples(
         split: Split of the data set; `None` means its test, validation or first split.
         max_samples: Number of samples from the data set.
         is_video: Whether to read clips.
+        clip: How to read them.
 
     Raises:
         InspectionError: naming the file or row that cannot be read.
     """
-    samples = [read_file(Path(name), is_video) for name in files]
+    samples = [read_file(Path(name), is_video, clip) for name in files]
     if dataset is None:
         return samples
     if max_samples < 1:
         raise InspectionError(f"--max_samples {max_samples}: accepted are numbers from 1.")
     if Path(dataset).is_dir():
-        paths = sorted(path for path in Path(dataset).rglob("*") if path.suffix.lower() in SUFFIXES)
+        paths = _files(Path(dataset))
         if not paths:
             raise InspectionError(f"{dataset} has no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
         # Sample the whole folder, because data sets often store each class together.
         places = np.linspace(0, len(paths) - 1, min(max_samples, len(paths))).round().astype(int)
-        return samples + [read_file(paths[place], is_video) for place in places]
+        return samples + [read_file(paths[place], is_video, clip) for place in places]
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
 
 
+def _files(folder: Path) -> list[Path]:
+    """The readable files below a folder, and its folders of frames or slices."""
+    inner = [_files(path) if path.is_dir() and not is_clip(path) else [path] for path in visible(folder)]
+    return [path for path in chain(*inner) if path.is_dir() or has_suffix(path, SUFFIXES)]
+
+
 def require_readable(path: Path) -> None:
-    """Raise [`InspectionError`] if a file does not exist, or its suffix is not that of an image, video or array."""
-    if not path.is_file():
-        raise InspectionError(f"{path} is not a file.")
-    if path.suffix.lower() not in SUFFIXES:
+    """Raise [`InspectionError`] if a path is neither a file of a suffix that is read nor a folder of a clip."""
+    if not path.is_file() and not (path.is_dir() and is_clip(path)):
+        raise InspectionError(f"{path} is not a file, nor a folder of frames or DICOM slices.")
+    if path.is_file() and not has_suffix(path, SUFFIXES):
         raise InspectionError(f"{path.name}: accepted are files in {', '.join(SUFFIXES)}.")
 
 
-def read_file(path: Path, is_video: bool) -> Sample:
+def read_file(path: Path, is_video: bool, clip: "ClipRequest | None" = None) -> Sample:
     """
     Raises:
-        InspectionError: if the file is not an image, video or array of frames, or does not fit the model.
+        InspectionError: if the file cannot be read, or does not fit the model.
     """
     require_readable(path)
-    suffix = path.suffix.lower()
+    request = clip or ClipRequest()
     try:
-        if suffix in IMAGE_SUFFIXES:
-            frames = _image(path)[None]
-        elif suffix == ARRAY_SUFFIX:
-            frames = np.load(path, allow_pickle=False)
-            frames = frames[..., None] if frames.ndim == 3 else frames
-        else:
-            from transformers.video_utils import load_video
-
-            frames = load_video(str(path), backend="pyav")[0]
-    except ImportError:
+        if not is_video and has_suffix(path, PICTURE_SUFFIXES) and path.is_file():
+            return Sample(path.name, read_picture(path)[None])
+        reader = FrameReader(request.num_channels, request.intensity_range)
+        if request.num_frames is None:
+            return _check(Sample(path.name, reader.read(path)), is_video)
+        times = reader.frame_times(path) if request.has_places else reader.uneven_times(path)
+        length = reader.count(path) if times is None else len(times)
+        indices, places = clip_indices(length, request.num_frames, None, 0.5, times), None
+        if request.has_places:
+            slices, *extents = reader.spacing(path)
+            places = (extents, indices * slices if times is None else times[indices])
+        return Sample(path.name, reader.read(path, indices.tolist()), places)
+    except MissingLibraryError:
         raise
+    except UnreadableError as error:
+        raise InspectionError(str(error) if path.name in str(error) else f"{path.name} has {error}.") from error
     except Exception as error:
         # Decoders raise errors of many types for broken files.
         raise InspectionError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
-    return _check(Sample(path.name, frames), is_video)
+
+
+@dataclass(frozen=True)
+class ClipRequest:
+    """
+    How a model takes its clips.
+
+    Attributes:
+        num_frames: Frames that an evaluation with one clip would choose; `None` for all.
+        intensity_range: See [`FrameReader`].
+        has_places: Whether coordinates are physical.
+    """
+
+    num_channels: int = 3
+    num_frames: int | None = None
+    intensity_range: Sequence[float] | None = None
+    has_places: bool = False
 
 
 def _check(sample: Sample, is_video: bool) -> Sample:
     frames = sample.frames
-    if frames.ndim != 4 or frames.dtype != np.uint8 or frames.shape[-1] not in (1, 3) or not frames.size:
-        raise InspectionError(
-            f"{sample.name} is {frames.dtype} of shape {frames.shape}; accepted is uint8, (frames, height, width) or "
-            "(frames, height, width, 1 or 3)."
-        )
     if not is_video and len(frames) > 1:
         raise InspectionError(f"{sample.name} has {len(frames)} frames; this model takes images.")
     return sample
@@ -192,14 +224,6 @@ def images_of_patches(
     rows, columns = spatial_shapes[0].tolist()
     pixels = patches[0, : rows * columns].unflatten(1, (*patch_shape, -1)).unflatten(0, (rows, columns))
     return pixels.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2).unsqueeze(0)
-
-
-def _image(source: str | Path | IO[bytes]) -> np.ndarray:
-    from PIL import Image, ImageOps
-
-    with Image.open(source) as image:
-        # Cameras store the orientation in the metadata.
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Sample]:
@@ -225,6 +249,9 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         )
     # The split of a single file is always "train", so name samples after the file.
     origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
+    if not isinstance(features[column], datasets.Image):
+        # Decoded by `_frames`, as in training.
+        rows = rows.cast_column(column, datasets.Video(decode=False))
     rows = iter(rows)
     for index in count():
         place = f"{origin} {index}"
@@ -240,6 +267,6 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
 
 def _frames(value: Any) -> np.ndarray:
     if hasattr(value, "convert"):
-        return np.asarray(value.convert("RGB"))[None]
-    # torchcodec's decoder: (T, C, H, W).
-    return value[:].permute(0, 2, 3, 1).numpy()
+        return pixels(develop(value))[None]
+    content = value["bytes"]
+    return FrameReader(3).decode(Path(value["path"]) if content is None else io.BytesIO(content))

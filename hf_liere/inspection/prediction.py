@@ -14,11 +14,12 @@ from torch import nn
 from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.patched.vision_towers import Tower
+from ..reading.volumes import ORIENTATION, is_scan
 from ..storage.targets import new_file
 from .analysis import black_input
 from .attention import attention_maps, vision_tower
 from .classes import class_names, class_probabilities, is_classifier, probabilities
-from .inputs import InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
+from .inputs import ClipRequest, InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
 
 
 # Accepted suffixes of attention pictures.
@@ -81,7 +82,7 @@ def predict(
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer with a classifier that
             `from_pretrained` reads: ours, patched or neither.
-        files: Images, videos or `.npy` clips.
+        files: Images, videos, volumes, or folders of frames or DICOM slices.
         top_k: Number of classes for each file, or all if there are fewer.
         attention: Picture to write, with the attention of every layer over the model's view of each file, see
             [`attention_maps`].
@@ -107,9 +108,12 @@ def predict(
                 f"--attention: {type(model).__name__} takes images that each have their own grid (spatial_shapes), "
                 "which this option does not support; leave it out."
             )
+        clip = _clip_request(tower, processor)
+        if attention is not None and clip is not None and clip.has_places:
+            raise InspectionError("--attention does not know physical coordinates; leave it out for this model.")
         predicted, rows = [], []
         for file in files:
-            inputs = Inputs.prepare(read_file(Path(file), len(tower.train_grid) == 3), tower, processor)
+            inputs = Inputs.prepare(read_file(Path(file), clip is not None, clip), tower, processor)
             found = inputs.probabilities(model).topk(min(top_k, len(names)))
             answers = [Answer(names[index], index, score) for score, index in zip(*(part.tolist() for part in found))]
             predicted.append(Prediction(str(file), answers))
@@ -119,7 +123,18 @@ def predict(
             from .attention_plots import save_attention
 
             save_attention(rows, picture)
-    return Predictions(predicted, _remarks(names, processor))
+    unknown = [file for file in files if is_scan(Path(file))] if not hasattr(processor, "volume_orientation") else []
+    return Predictions(predicted, _remarks(names, processor, unknown))
+
+
+def _clip_request(tower: Tower, processor: Any) -> ClipRequest | None:
+    """`None` for models of images."""
+    config = tower.module.config
+    if len(tower.train_grid) != 3:
+        return None
+    is_physical = getattr(config, "coordinates", None) == "physical"
+    intensity_range = getattr(processor, "intensity_range", None)
+    return ClipRequest(getattr(config, "num_channels", 3), config.num_frames, intensity_range, is_physical)
 
 
 def _check_picture(attention: str | os.PathLike | None, files: Sequence[str]) -> None:
@@ -145,7 +160,7 @@ def _classes(model: nn.Module, checkpoint: str | os.PathLike) -> list[str]:
     return names
 
 
-def _remarks(names: list[str], processor: object | None) -> list[str]:
+def _remarks(names: list[str], processor: object | None, unknown: list[str]) -> list[str]:
     remarks = []
     if names == [f"LABEL_{index}" for index in range(len(names))]:
         remarks.append("The checkpoint does not name its classes (id2label): labels are numbers.")
@@ -153,6 +168,10 @@ def _remarks(names: list[str], processor: object | None) -> list[str]:
         remarks.append(
             "The checkpoint has no readable processor: inputs are resized to the trained size and pixels "
             "scaled to −1 … 1, as for ViT."
+        )
+    if unknown:
+        remarks.append(
+            f"The checkpoint does not say how its volumes were turned; {', '.join(unknown)} is read in {ORIENTATION}+."
         )
     return remarks
 
@@ -177,7 +196,8 @@ class Inputs:
         preparation = Preparation.from_processor(processor, getattr(config, "num_channels", 3), num_frames)
         if processor is None:
             size = tuple(black_input(tower).shape[-2:])
-            return cls({"pixel_values": preparation.pixel_values([preparation.resize(sample, size)])}, preparation)
+            pixels = preparation.pixel_values([preparation.resize(sample, size)])
+            return cls({"pixel_values": pixels} | _place(sample, processor, pixels), preparation)
         pictures = preparation.pictures(sample)
         try:
             tensors = dict(processor(pictures, return_tensors="pt"))
@@ -187,12 +207,12 @@ class Inputs:
         if "spatial_shapes" in tensors and not tower.is_flexible:
             extent = tower.patch_embedding.kernel_size
             tensors = {"pixel_values": images_of_patches(tensors["pixel_values"], tensors["spatial_shapes"], extent)}
-        return cls(tensors, preparation)
+        return cls(tensors | _place(sample, processor, tensors["pixel_values"]), preparation)
 
     @torch.no_grad()
     def probabilities(self, model: nn.Module) -> torch.Tensor:
         """(labels,)"""
-        if "spatial_shapes" in self.tensors:
+        if {"spatial_shapes", "spacing"} & self.tensors.keys():
             return probabilities(model, model(**self.tensors).logits)[0]
         return class_probabilities(model, self.tensors["pixel_values"])[0]
 
@@ -203,3 +223,14 @@ class Inputs:
         pixels = self.tensors["pixel_values"]
         # The frames as the model saw them: after resizing and cropping, before normalisation.
         return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.preparation.frames(pixels)[0])
+
+
+def _place(sample: Sample, processor: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What physical coordinates need: distances of rows and columns after resizing and cropping, and of frames."""
+    if sample.places is None:
+        return {}
+    shown, (extents, times) = sample.frames.shape[1:3], sample.places
+    if getattr(processor, "do_center_crop", False) and "shortest_edge" in processor.size:
+        shown = [side * min(shown) / processor.size["shortest_edge"] for side in pixels.shape[-2:]]
+    spacing = [extent * side / size for extent, side, size in zip(extents, shown, pixels.shape[-2:])]
+    return {"spacing": torch.tensor([spacing]), "frame_times": torch.tensor(times)[None]}

@@ -119,10 +119,11 @@ class FrameReader:
                 return np.cumsum([0.0, *_durations(path)[:-1]])
             with _open(path) as container:
                 stamps, base = _stamps(container), container.streams.video[0].time_base
-            if not stamps or None in stamps or base is None:
-                raise UnreadableError(f"has the times of {len(stamps) - stamps.count(None)} of {len(stamps)} frames.")
+            known = [stamp for stamp in stamps if stamp is not None]
+            if not known or len(known) < len(stamps) or base is None:
+                raise UnreadableError(f"has the times of {len(known)} of {len(stamps)} frames only.")
             # Packets come in the order of decoding.
-            return (np.sort(stamps) - min(stamps)) * float(base)
+            return (np.sort(known) - min(known)) * float(base)
 
     def uneven_times(self, path: Path) -> np.ndarray | None:
         """[`frame_times`] of a video whose rate varies by its header, or of an animation; else `None`."""

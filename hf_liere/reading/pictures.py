@@ -1,6 +1,5 @@
 """Pictures through Pillow: upright, of eight bits, with transparent parts on white."""
 
-import io
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,8 +9,8 @@ from ..errors import require_libraries
 from .files import UnreadableError
 
 
-# Modes that Pillow converts to 8-bit grey or RGB without losing range. Of deeper ones no file says which values are black
-# and white: X-rays of 12 bits lie in 16, depths are in mm.
+# Modes that Pillow converts to 8-bit grey or RGB without losing range. Deeper ones do not say which values are black and
+# white: X-rays of 12 bits lie in 16, depths are in mm. Colours of 16 bits, which use their range, Pillow has scaled.
 EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 GREY_MODES = ("1", "L", "LA")
 GROUND = "white"
@@ -26,17 +25,10 @@ def read_picture(source: str | Path | IO[bytes], mode: str = "RGB") -> np.ndarra
         return pixels(develop(image, mode))
 
 
-def open_encoded(encoded: dict[str, Any]) -> Any:
-    """An image of a table that is not decoded: `bytes`, or the `path` of a file."""
-    from PIL import Image
-
-    return Image.open(encoded["path"] if encoded["bytes"] is None else io.BytesIO(encoded["bytes"]))
-
-
-def develop(image: Any, mode: str = "RGB") -> Any:
+def develop(image: Any, mode: str = "RGB", turn: bool = True) -> Any:
     """
-    The current frame of an opened picture in the mode `L` or `RGB`: turned as its metadata say, and laid on white, so
-    that colours of transparent pixels, which nobody sees, have no effect.
+    The current frame of an opened picture in the mode `L` or `RGB`: turned as its metadata say (with `turn`), and laid
+    on white, so that colours of transparent pixels, which nobody sees, have no effect.
 
     Raises:
         UnreadableError: if the picture has more than eight bits per channel.
@@ -45,10 +37,10 @@ def develop(image: Any, mode: str = "RGB") -> Any:
 
     if image.mode not in EIGHT_BIT_MODES:
         raise UnreadableError(
-            f"mode {image.mode}; accepted are 8-bit images, modes {', '.join(EIGHT_BIT_MODES)}: choose which values are "
-            "black and white, and scale deeper ones to 0 … 255"
+            f"mode {image.mode}; accepted are 8-bit images, modes {', '.join(EIGHT_BIT_MODES)}: scale deeper ones from "
+            "the values that are black and white to 0 … 255"
         )
-    upright = ImageOps.exif_transpose(image)
+    upright = ImageOps.exif_transpose(image) if turn else image
     if upright.has_transparency_data:
         upright = Image.alpha_composite(Image.new("RGBA", upright.size, GROUND), upright.convert("RGBA"))
     return upright.convert(mode)

@@ -71,7 +71,7 @@ def _read_npz(path: Path, wanted: set[str]) -> Columns:
 
 def _read_parquet(path: Path, wanted: set[str]) -> Columns:
     with pyarrow.parquet.ParquetFile(path) as file:
-        columns = {name: [] for name in file.schema_arrow.names}
+        columns: Columns = {name: [] for name in file.schema_arrow.names}
         table = file.read(columns=[name for name in columns if name in wanted])
     for name in table.column_names:
         numbers, unit = _plain_type(table.schema.field(name).type)

@@ -134,8 +134,8 @@ def _scan(path: Path, pixels: bool = True) -> Any:
     scan = nibabel.load(path) if has_suffix(path, SCAN_SUFFIXES) else _series(path, pixels)
     if len(scan.shape) < 3 or np.prod(scan.shape[3:]) != 1:
         raise UnreadableError(
-            f"contains an array of shape {scan.shape}; accepted: one volume of three axes. Write the volumes of a longer "
-            "one to a file each (nibabel.four_to_three)."
+            f"contains an array of shape {scan.shape}; accepted: one volume of three axes, so a file for each "
+            "of several (nibabel.four_to_three)."
         )
     return nibabel.squeeze_image(scan)
 

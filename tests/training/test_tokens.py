@@ -90,7 +90,7 @@ def test_columns_of_a_table_stand_side_by_side(tmp_path):
     for index, features in enumerate(data.train.features):
         expected = np.column_stack([table["x"][index], table["height"][index]])
         np.testing.assert_array_equal(features, expected.astype(np.float32))
-        np.testing.assert_array_equal(features[:, :1], data.train.positions[index])
+        np.testing.assert_array_equal(data.train.positions[index][:, 0], table["x"][index])
         names = [data.label_names[label] for label in data.train.labels[index]]
         assert names == table["part"][index]
 

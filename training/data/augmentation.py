@@ -17,16 +17,14 @@ import numpy as np
 import torch
 from PIL import Image
 from torchvision.transforms import RandAugment, RandomErasing
-from transformers.utils import logging
 
 from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError
 from training.common.arguments import AugmentationArguments
 from training.data.rand_augment import LieRERandAugment
-from training.data.sources import SourceDataset
+from training.data.sources import SourceDataset, leave_out
 
 
-logger = logging.get_logger(__name__)
 PADDING = -1
 IGNORED_LABEL = -100
 # Makes random erasing independent of the other augmentations, which have the same (seed, epoch, index).
@@ -75,16 +73,6 @@ class EpochSampler(torch.utils.data.Sampler):
             yield epoch, PADDING
 
 
-@functools.cache
-def _warn(message: str) -> None:
-    logger.warning(message)
-
-
-def leave_out(error: UnreadableError) -> None:
-    """Reports, once in a process, an example that cannot be read: it must not end a run."""
-    _warn(f"Left out: {error}")
-
-
 @dataclass
 class TrainingImages(SourceDataset):
     """
@@ -105,7 +93,7 @@ class TrainingImages(SourceDataset):
         try:
             image, label = self.source[index % len(self)]
         except UnreadableError as error:
-            leave_out(error)
+            leave_out(self, error)
             return {"label": IGNORED_LABEL, "key": key}
         return {"image": self.augment(image, epoch, index), "label": label, "key": key}
 
@@ -156,7 +144,7 @@ class EvaluationImages(SourceDataset):
         try:
             image, label = self.source[index]
         except UnreadableError as error:
-            leave_out(error)
+            leave_out(self, error)
             return {"label": IGNORED_LABEL}
         (part,) = self.view.parts(image)
         return {"image": part, "label": label, "index": index}

@@ -9,7 +9,8 @@ import numpy as np
 
 from hf_liere.reading.clips import FrameReader, clip_indices
 from hf_liere.reading.files import UnreadableError
-from training.data.augmentation import IGNORED_LABEL, PADDING, EvaluationImages, TrainingImages, leave_out
+from training.data.augmentation import IGNORED_LABEL, PADDING, EvaluationImages, TrainingImages
+from training.data.sources import leave_out
 
 
 # Makes the choice of frames independent of the augmentation, which has the same (seed, epoch, index).
@@ -97,7 +98,7 @@ class ClipReader:
         try:
             return clip.read(indices)
         except UnreadableError as error:
-            leave_out(error)
+            leave_out(self, error)
             return None
 
 

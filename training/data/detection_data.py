@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from PIL.ExifTags import Base
 from pycocotools.coco import COCO
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from hf_liere.reading.files import UnreadableError, reason
+from hf_liere.reading.pictures import develop, pixels
 from training.common.arguments import SampleArguments, flag
 from training.common.records import write_text
 from training.data.augmentation import resize
 from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
-from training.data.sources import PARTS, DataRequest, SourceDataset
+from training.data.sources import PARTS, DataRequest, SourceDataset, leave_out
 from training.data.tables import require_files
 
 
@@ -28,6 +31,7 @@ logger = logging.get_logger(__name__)
 DEFAULT_SIZES = {"train": 1000, "validation": 200}
 CATEGORIES = ("disc", "square", "diamond", "cross")
 MOST_SHAPES = 4
+UNREADABLE = -1
 
 
 @dataclass
@@ -69,14 +73,21 @@ class Detections:
         """Picture (height, width, 3), corners of boxes (objects, 4) relative to its width and height, and labels.
 
         Raises:
-            InputError: naming a picture that cannot be read.
+            UnreadableError: naming a picture that cannot be read.
         """
         image_id = self.image_ids[index]
-        name = self.coco.imgs[image_id]["file_name"]
+        entry = self.coco.imgs[image_id]
+        name, size = entry["file_name"], (entry.get("width"), entry.get("height"))
         try:
-            picture = np.asarray(Image.open(self.folder / name).convert("RGB"))
-        except OSError as error:
-            raise InputError(f"The picture {name} cannot be read ({error}).") from error
+            with Image.open(self.folder / name) as image:
+                # Boxes may be those of a picture that lies on its side as it is stored: its size in the json tells.
+                is_stored = image.size == size != size[::-1] and image.getexif().get(Base.Orientation, 1) > 4
+                picture = pixels(develop(image, turn=not is_stored))
+        except UnreadableError as error:
+            raise UnreadableError(f"The picture {name} has {error}.") from None
+        except Exception as error:
+            # Decoders raise errors of any class for broken files.
+            raise UnreadableError(f"The picture {name} cannot be read ({reason(error)}).") from error
         objects = [entry for entry in self.coco.imgToAnns[image_id] if is_trained(entry)]
         boxes = np.array([entry["bbox"] for entry in objects], np.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
@@ -94,7 +105,8 @@ def is_trained(entry: dict[str, Any]) -> bool:
 class DetectionExamples(SourceDataset):
     """
     Examples by key `(epoch, index)` in training and by index in evaluation: `image`, `boxes` as centre and size
-    relative to the picture, `class_labels` and `index`.
+    relative to the picture, `class_labels` and `index`. For a picture that cannot be read, the next one stands in
+    training; evaluations get a black one whose index is `UNREADABLE`.
     """
 
     image_size: tuple[int, int]
@@ -105,7 +117,17 @@ class DetectionExamples(SourceDataset):
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
         epoch, index = key if isinstance(key, tuple) else (None, key)
         # Keys beyond the last image pad the last batch of several processes.
-        picture, boxes, labels = self.source[index % len(self.source)]
+        for place in range(index, index + (1 if epoch is None else len(self))):
+            try:
+                picture, boxes, labels = self.source[place % len(self.source)]
+                break
+            except UnreadableError as error:
+                leave_out(self, error)
+        else:
+            if epoch is not None:
+                raise InputError(f"None of the {len(self)} pictures to train on can be read.")
+            picture, boxes, labels = np.zeros((1, 1, 3), np.uint8), np.empty((0, 4), np.float32), np.empty(0, np.int64)
+            index = UNREADABLE
         image = resize(picture, self.image_size, self.resample)
         if epoch is not None and np.random.default_rng((self.seed, epoch, index % len(self))).random() < (
             self.flip_probability

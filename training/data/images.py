@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError, reason
-from hf_liere.reading.pictures import GREY_MODES, develop, open_encoded, pixels
+from hf_liere.reading.pictures import GREY_MODES, develop, pixels
 from training.common.arguments import DataArguments
 from training.data.arrows import Arrows
 from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction
@@ -74,13 +74,12 @@ class DecodedImages:
     def decode(self, encoded: dict | None, row: int) -> np.ndarray:
         """Decodes an image to (height, width, num_channels). Error messages name its file or `row`."""
         try:
-            with open_encoded(encoded) as image:
-                developed = develop(image, "RGB" if self.num_channels == 3 else "L")
-                if self.num_channels == 1 and image.mode not in GREY_MODES:
-                    raise UnreadableError(
-                        f"mode {image.mode}, but the model takes num_channels=1; accepted: grey images or "
-                        "--num_channels 3"
-                    )
+            image = datasets.Image().decode_example(encoded)
+            developed = develop(image, "RGB" if self.num_channels == 3 else "L")
+            if self.num_channels == 1 and image.mode not in GREY_MODES:
+                raise UnreadableError(
+                    f"mode {image.mode}, but the model takes num_channels=1; accepted: grey images or --num_channels 3"
+                )
         except UnreadableError as error:
             raise UnreadableError(f"{self._place(encoded, row)} has {error}.") from None
         except Exception as error:

@@ -12,10 +12,10 @@ from transformers.models.siglip2.image_processing_siglip2 import get_image_size_
 
 from hf_liere import LieREViTConfig, batch_of_patches
 from hf_liere.errors import InputError
+from hf_liere.models.transformer.configuration_liere import pair
 from training.common.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
 from training.common.conditions import ConditionArguments
 from training.data.augmentation import Collator
-from training.data.image_formats import height_and_width
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def check_native_sizes(
         InputError: if a flag requires images of one size or has no effect on images of different sizes.
     """
     flag = f"--max_num_patches {size.max_num_patches}"
-    if tuple(height_and_width(config.image_size)) != image_size:
+    if tuple(pair("image_size", config.image_size)) != image_size:
         raise InputError(
             f"--image_size {image_size[0]}×{image_size[1]} has no effect with {flag}: coordinates refer to the "
             f"checkpoint's {config.image_size}. Accepted: leave it out."

@@ -10,8 +10,12 @@ from typing import Protocol
 
 import numpy as np
 from torch.utils.data import Dataset, Subset
+from transformers.utils import logging
+
+from hf_liere.reading.files import UnreadableError
 
 
+logger = logging.get_logger(__name__)
 PARTS = ("training", "evaluation")
 
 
@@ -78,6 +82,14 @@ class Relabelled(SourceDataset):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image, label = self.source[index]
         return image, self.numbers[label]
+
+
+def leave_out(reader: object, error: UnreadableError) -> None:
+    """Reports an example that cannot be read, once for each reader: it must not end a run."""
+    reported = vars(reader).setdefault("reported", set())
+    if str(error) not in reported:
+        reported.add(str(error))
+        logger.warning(f"Left out: {error}")
 
 
 def take_fraction(source: Source, fraction: float, seed: int) -> Source:

@@ -19,9 +19,9 @@ from torch.utils.data import IterableDataset
 from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError
 from training.common.arguments import DataArguments, RunArguments
-from training.data.augmentation import Augmentation, leave_out
+from training.data.augmentation import Augmentation
 from training.data.images import DecodedImages
-from training.data.sources import DataRequest, LabelledImages
+from training.data.sources import DataRequest, LabelledImages, leave_out
 from training.data.tables import (
     infer_columns,
     pick_evaluation_split,
@@ -105,7 +105,7 @@ class StreamedImages(IterableDataset):
                 try:
                     image = self.decoder.decode(row[self.stream.image_column], number)
                 except UnreadableError as error:
-                    leave_out(error)
+                    leave_out(self, error)
                     continue
                 label = self.numbers[row[self.stream.label_column]]
                 for _ in range(min(self.repeats, left)):

@@ -8,8 +8,9 @@ import torch
 from pycocotools.cocoeval import COCOeval
 from transformers import EvalPrediction
 
+from hf_liere.errors import InputError
 from hf_liere.storage.loading import require_loaded_keys
-from training.data.detection_data import Detections
+from training.data.detection_data import UNREADABLE, Detections
 from training.engine.trainer import RotaryTrainer
 
 
@@ -72,9 +73,12 @@ class CocoMetrics:
         self.source = source
 
     def __call__(self, results: EvalPrediction) -> dict[str, float]:
-        coco, found = self.source.coco, []
+        coco, found, unreadable = self.source.coco, [], set(self.source.image_ids)
         for detections, index in zip(results.predictions, results.label_ids):
+            if index == UNREADABLE:
+                continue
             image_id = self.source.image_ids[int(index)]
+            unreadable.discard(image_id)
             image = coco.imgs[image_id]
             extent = np.array([image["width"], image["height"]] * 2)
             for score, label, *corners in detections:
@@ -87,10 +91,13 @@ class CocoMetrics:
                         "score": float(score),
                     }
                 )
+        if not found:
+            raise InputError(f"None of the {len(unreadable)} pictures of the evaluation can be read.")
         with contextlib.redirect_stdout(io.StringIO()):
             evaluation = COCOeval(coco, coco.loadRes(found), "bbox")
-            evaluation.params.imgIds = self.source.image_ids
+            evaluation.params.imgIds = [each for each in self.source.image_ids if each not in unreadable]
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
-        return {name: float(value) for name, value in zip(STATISTICS, evaluation.stats) if value >= 0}
+        metrics = {name: float(value) for name, value in zip(STATISTICS, evaluation.stats) if value >= 0}
+        return metrics | ({"unreadable": len(unreadable)} if unreadable else {})

@@ -22,8 +22,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from hf_liere import LieREVideoConfig, LieREViTConfig, upgrade_encoding
 from hf_liere.errors import InputError
 from hf_liere.models.encoding.encoding_traits import TRAINING_ONLY
-from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig
+from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig, pair
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
+from hf_liere.reading.volumes import ORIENTATION
 from hf_liere.storage.loading import (
     CheckpointError,
     loading_options,
@@ -33,7 +34,6 @@ from hf_liere.storage.loading import (
 )
 from hf_liere.storage.saved_model import SavedModel
 from training.common.arguments import CheckpointArguments, SampleArguments, ViewArguments
-from training.data.image_formats import height_and_width
 from training.data.sources import LabelledImages
 
 
@@ -137,8 +137,8 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     """
     # Dual encoders have the sizes in their vision configuration.
     config = getattr(config, "vision_config", config)
-    size = height_and_width(arguments.architecture().get("image_size", config.image_size))
-    patch = height_and_width(config.patch_size)
+    size = pair("image_size", arguments.architecture().get("image_size", config.image_size))
+    patch = pair("patch_size", config.patch_size)
     if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
         raise InputError(
             f"--image_size {size[0]}×{size[1]} is not divisible by the patch size {patch[0]}×{patch[1]}; accepted are "
@@ -187,8 +187,7 @@ def resolve_processor(
             mean, std, resample = saved.image_mean, saved.image_std, int(saved.resample)
             if max_num_patches is None and hasattr(data_arguments, "max_num_patches"):
                 max_num_patches = getattr(saved, "max_num_patches", None)
-            if is_ours and getattr(data_arguments, "eval_crops", 0) is None:
-                _take_over_crop(saved, data_arguments)
+            _take_over(saved, data_arguments, is_ours)
         except OSError:
             logger.warning(f"{arguments.model_name_or_path} has no processor; mean and deviation are 0.5.")
     mean, std = data_arguments.image_mean or mean, data_arguments.image_std or std
@@ -204,6 +203,9 @@ def resolve_processor(
         patch_size = _square_patch(config, max_num_patches)
         return Siglip2ImageProcessor(**fields, patch_size=patch_size, max_num_patches=max_num_patches)
     fields |= {"size": {"height": size[0], "width": size[1]}, "do_center_crop": crops > 0}
+    if is_video:
+        # How `hf-liere predict` reads volumes.
+        fields |= {"volume_orientation": ORIENTATION, "intensity_range": data_arguments.intensity_range}
     if crops:
         # A processor takes only one crop, from the centre.
         fields["crop_size"] = fields["size"]
@@ -211,10 +213,17 @@ def resolve_processor(
     return LieREVideoProcessor(**fields) if is_video else ViTImageProcessor(**fields)
 
 
-def _take_over_crop(
-    processor: ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor, arguments: ViewArguments
+def _take_over(
+    processor: ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor, arguments: ViewArguments, is_ours: bool
 ) -> None:
-    """Copies the crop of the checkpoint's processor into the flags, so that the record states what is used."""
+    """
+    Copies the crop of the checkpoint's processor, if it `is_ours`, and its range of intensities into flags that were
+    not given, so that the record states what is used.
+    """
+    if getattr(arguments, "intensity_range", ()) is None:
+        arguments.intensity_range = getattr(processor, "intensity_range", None)
+    if not is_ours or getattr(arguments, "eval_crops", 0) is not None:
+        return
     if getattr(processor, "do_center_crop", False) and "shortest_edge" in processor.size:
         arguments.eval_crops = 1
         arguments.eval_crop_ratio = processor.size["shortest_edge"] / processor.crop_size["height"]

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from hf_liere.errors import InputError
+from hf_liere.reading.pictures import EIGHT_BIT_MODES, GROUND, develop
 from training.data.arrows import LABELS, Arrows
-from training.data.image_formats import EIGHT_BIT_MODES
 
 
 EXTENSIONS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".gif": "GIF"}
@@ -65,11 +65,9 @@ def _decode(image: Image.Image) -> tuple[Image.Image, list[str]]:
     notes = []
     if getattr(image, "is_animated", False):
         notes.append(f"the first of {image.n_frames} frames")
-    upright = ImageOps.exif_transpose(image)
-    if upright.has_transparency_data:
-        notes.append("transparent parts on white")
-        upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
-    return upright.convert("RGB"), notes
+    if image.has_transparency_data:
+        notes.append(f"transparent parts on {GROUND}")
+    return develop(image), notes
 
 
 def draw_puzzle(number: int, image_size: int) -> tuple[Image.Image, str]:

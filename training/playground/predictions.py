@@ -24,11 +24,11 @@ from hf_liere.auto import models_of
 from hf_liere.errors import InputError
 from hf_liere.hub.pulling import pull
 from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
+from hf_liere.models.transformer.configuration_liere import pair
 from hf_liere.storage.client import HubError
 from hf_liere.storage.loading import require_loaded_keys
 from hf_liere.storage.saved_model import first_line
 from training.data.arrows import CELL, LABELS, SMALLEST_GRID
-from training.data.image_formats import height_and_width
 
 
 logger = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
         folder=folder,
         repo_id=repo_id,
         encoding=_encoding(config),
-        image_size=max(height_and_width(vision.image_size)),
-        patch_shape=height_and_width(vision.patch_size),
+        image_size=max(pair("image_size", vision.image_size)),
+        patch_shape=pair("patch_size", vision.patch_size),
         num_channels=vision.num_channels,
         class_names=_class_names(config),
     )

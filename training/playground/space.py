@@ -18,7 +18,6 @@ MODULES = (
     "__init__.py",
     "app.py",
     "data/arrows.py",
-    "data/image_formats.py",
     "playground/page.py",
     "playground/pictures.py",
     "playground/predictions.py",
