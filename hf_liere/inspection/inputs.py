@@ -134,7 +134,7 @@ def read_samples(
     if max_samples < 1:
         raise InspectionError(f"--max_samples {max_samples}: accepted are numbers from 1.")
     if Path(dataset).is_dir():
-        paths = _files(Path(dataset))
+        paths = _files(Path(dataset), is_video)
         if not paths:
             raise InspectionError(f"{dataset} has no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
         # Sample the whole folder, because data sets often store each class together.
@@ -143,9 +143,10 @@ def read_samples(
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
 
 
-def _files(folder: Path) -> list[Path]:
-    """The readable files below a folder, and its folders of frames or slices."""
-    inner = [_files(path) if path.is_dir() and not is_clip(path) else [path] for path in visible(folder)]
+def _files(folder: Path, is_video: bool) -> list[Path]:
+    """The readable files below a folder and, for models of videos, its folders of frames or slices."""
+    whole = [not path.is_dir() or (is_video and is_clip(path)) for path in visible(folder)]
+    inner = [[path] if given else _files(path, is_video) for path, given in zip(visible(folder), whole)]
     return [path for path in chain(*inner) if path.is_dir() or has_suffix(path, SUFFIXES)]
 
 

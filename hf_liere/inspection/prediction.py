@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -198,9 +199,12 @@ class Inputs:
             size = tuple(black_input(tower).shape[-2:])
             pixels = preparation.pixel_values([preparation.resize(sample, size)])
             return cls({"pixel_values": pixels} | _place(sample, processor, pixels), preparation)
-        pictures = preparation.pictures(sample)
+        pictures, options = preparation.pictures(sample), {}
+        if num_frames is not None and preparation.num_channels == 1:
+            # Processors of videos find channels of tensors alone, and would make three of one.
+            pictures, options = torch.from_numpy(np.stack(pictures))[:, None], {"do_convert_rgb": False}
         try:
-            tensors = dict(processor(pictures, return_tensors="pt"))
+            tensors = dict(processor(pictures, return_tensors="pt", **options))
         except Exception as error:
             # Processors raise errors of many types for pictures that they do not accept.
             raise InspectionError(f"{sample.name} cannot be prepared by {type(processor).__name__}: {error}") from error

@@ -134,7 +134,8 @@ class FrameReader:
                 with _open(path) as container:
                     stream = container.streams.video[0]
                     rates = [float(rate or 0) for rate in (stream.average_rate, stream.base_rate)]
-                    if abs(rates[0] - rates[1]) <= SAME_RATE * rates[1]:
+                    # A container that does not count its frames knows no average.
+                    if stream.frames and abs(rates[0] - rates[1]) <= SAME_RATE * rates[1]:
                         return None
             times = self.frame_times(path)
         return times if is_uneven(times) else None

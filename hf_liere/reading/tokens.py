@@ -74,13 +74,13 @@ def _read_parquet(path: Path, wanted: set[str]) -> Columns:
         columns: Columns = {name: [] for name in file.schema_arrow.names}
         table = file.read(columns=[name for name in columns if name in wanted])
     for name in table.column_names:
-        numbers, unit = _plain_type(table.schema.field(name).type)
+        numbers, dtype = _plain_type(table.schema.field(name).type)
         for row, cell in enumerate(table[name].cast(numbers).to_pylist()):
             try:
                 cell = np.array(cell) if isinstance(cell, list) else cell
                 # Cells with missing entries stay what they are, and are refused for that.
-                timed = unit is not None and getattr(cell, "dtype", None) == np.int64
-                columns[name].append(cell.astype(unit) if timed else cell)
+                is_whole = dtype is not None and getattr(cell, "dtype", None) in (np.int64, np.float64)
+                columns[name].append(cell.astype(dtype) if is_whole else cell)
             except ValueError:
                 raise InputError(
                     f"{path.name}, row {row}: the lists in {name!r} have different lengths; accepted: a list with one "
@@ -90,13 +90,18 @@ def _read_parquet(path: Path, wanted: set[str]) -> Columns:
 
 
 def _plain_type(kind: Any) -> tuple[Any, str | None]:
-    """A column's type with whole numbers for times, which Python's own would round, and numpy's type of these times."""
+    """
+    A column's type with whole numbers for times, which Python's own would round, and numpy's type of its times, or of
+    floats of less than 64 bits.
+    """
     types = pyarrow.types
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner, unit = _plain_type(kind.value_type)
-        return (kind if inner == kind.value_type else pyarrow.list_(inner)), unit
+        inner, dtype = _plain_type(kind.value_type)
+        return (kind if inner == kind.value_type else pyarrow.list_(inner)), dtype
     if types.is_timestamp(kind) or types.is_duration(kind):
         return pyarrow.int64(), f"{'M8' if types.is_timestamp(kind) else 'm8'}[{kind.unit}]"
+    if types.is_float16(kind) or types.is_float32(kind):
+        return kind, f"f{kind.bit_width // 8}"
     return (pyarrow.float64() if types.is_decimal(kind) else kind), None
 
 
