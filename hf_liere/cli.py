@@ -204,7 +204,7 @@ def _add_inspect(subcommands: Subcommands) -> None:
     )
     add("checkpoint", help="directory or repository on the Hub")
     add("--output", required=True, help="directory to write; it must not exist or be empty")
-    add("--image", nargs="+", default=[], metavar="FILE", help="images, videos or .npy clips")
+    add("--image", nargs="+", default=[], metavar="FILE", help="images, videos, volumes, or folders of frames")
     add("--dataset", help="folder of such files, parquet or json file, or data set on the Hub")
     add("--split", help="of the data set; without one, its test, validation or first split")
     add("--max_samples", type=int, default=16, help="images to take from the data set (16)")
@@ -226,7 +226,7 @@ def _add_predict(subcommands: Subcommands) -> None:
         "checkpoint runs only if you trust it.",
     )
     add("checkpoint", help="directory or repository on the Hub")
-    add("files", nargs="+", metavar="FILE", help="images, videos or .npy clips")
+    add("files", nargs="+", metavar="FILE", help="images, videos, volumes, or folders of frames")
     add("--top_k", type=int, default=3, help="number of classes for each file (3)")
     picture = "picture to write (.png, .svg or .pdf): where the model looks, by layer"
     add("--attention", metavar="PICTURE", help=picture)

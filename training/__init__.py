@@ -9,6 +9,7 @@ LIBRARIES = {
     "app": ("gradio",),
     "detection": ("pycocotools",),
     "video": ("av", "nibabel"),
+    "dicom": ("pydicom",),
 }
 EXTRAS = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries}
 

@@ -11,11 +11,12 @@ from torch import nn
 from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.patched.vision_towers import Tower
+from ..reading.clips import FrameReader
 from ..storage.targets import new_directory
 from .analysis import InspectedModel, analyse, black_input, tokens_transformer, vision_tower
 from .attention import size_options
 from .comparison import compare
-from .inputs import ClipRequest, InspectionError, Preparation, Sample, read_samples
+from .inputs import InspectionError, Preparation, Sample, read_samples
 
 
 REPORT_NAME = "report.html"
@@ -67,8 +68,8 @@ def inspect_checkpoints(
     with new_directory(output) as partial:
         loaded = [load_checkpoint(*place, trust_remote_code) for place in checkpoints]
         is_video = _take_videos([model for model, _ in loaded])
-        clip = ClipRequest(intensity_range=getattr(loaded[0][1], "intensity_range", None))
-        samples = read_samples(images, dataset, split, max_samples, is_video, clip)
+        reader = FrameReader(3, getattr(loaded[0][1], "intensity_range", None))
+        samples = read_samples(images, dataset, split, max_samples, is_video, reader)
         if not samples and image_sizes is not None:
             raise InspectionError(f"--image_sizes {image_sizes} needs images; give some with --image or --dataset.")
         names = _names(checkpoints)

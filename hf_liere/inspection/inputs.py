@@ -17,6 +17,7 @@ from ..reading.pictures import develop, pixels, read_picture
 
 
 SUFFIXES = (*PICTURE_SUFFIXES, *VIDEO_SUFFIXES, *VOLUME_SUFFIXES)
+COLOURS = FrameReader(3)
 TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 
 
@@ -114,7 +115,7 @@ def read_samples(
     split: str | None,
     max_samples: int,
     is_video: bool,
-    clip: "ClipRequest | None" = None,
+    reader: FrameReader = COLOURS,
 ) -> list[Sample]:
     """
     Args:
@@ -123,12 +124,12 @@ def read_samples(
         split: Split of the data set; `None` means its test, validation or first split.
         max_samples: Number of samples from the data set.
         is_video: Whether to read clips.
-        clip: How to read them.
+        reader: Reads them.
 
     Raises:
         InspectionError: naming the file or row that cannot be read.
     """
-    samples = [read_file(Path(name), is_video, clip) for name in files]
+    samples = [read_file(Path(name), is_video, reader) for name in files]
     if dataset is None:
         return samples
     if max_samples < 1:
@@ -139,7 +140,7 @@ def read_samples(
             raise InspectionError(f"{dataset} has no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
         # Sample the whole folder, because data sets often store each class together.
         places = np.linspace(0, len(paths) - 1, min(max_samples, len(paths))).round().astype(int)
-        return samples + [read_file(paths[place], is_video, clip) for place in places]
+        return samples + [read_file(paths[place], is_video, reader) for place in places]
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
 
 
@@ -158,23 +159,32 @@ def require_readable(path: Path) -> None:
         raise InspectionError(f"{path.name}: accepted are files in {', '.join(SUFFIXES)}.")
 
 
-def read_file(path: Path, is_video: bool, clip: "ClipRequest | None" = None) -> Sample:
+def read_file(
+    path: Path,
+    is_video: bool,
+    reader: FrameReader = COLOURS,
+    num_frames: int | None = None,
+    is_physical: bool = False,
+) -> Sample:
     """
+    Args:
+        reader: Reads clips.
+        num_frames: Frames that an evaluation with one clip would choose; `None` for all.
+        is_physical: Whether the model needs the places of frames, rows and columns.
+
     Raises:
         InspectionError: if the file cannot be read, or does not fit the model.
     """
     require_readable(path)
-    request = clip or ClipRequest()
     try:
         if not is_video and has_suffix(path, PICTURE_SUFFIXES) and path.is_file():
             return Sample(path.name, read_picture(path)[None])
-        reader = FrameReader(request.num_channels, request.intensity_range)
-        if request.num_frames is None:
+        if num_frames is None:
             return _check(Sample(path.name, reader.read(path)), is_video)
-        times = reader.frame_times(path) if request.has_places else reader.uneven_times(path)
+        times = reader.frame_times(path) if is_physical else reader.uneven_times(path)
         length = reader.count(path) if times is None else len(times)
-        indices, places = clip_indices(length, request.num_frames, None, 0.5, times), None
-        if request.has_places:
+        indices, places = clip_indices(length, num_frames, None, 0.5, times), None
+        if is_physical:
             slices, *extents = reader.spacing(path)
             places = (extents, indices * slices if times is None else times[indices])
         return Sample(path.name, reader.read(path, indices.tolist()), places)
@@ -185,23 +195,6 @@ def read_file(path: Path, is_video: bool, clip: "ClipRequest | None" = None) -> 
     except Exception as error:
         # Decoders raise errors of many types for broken files.
         raise InspectionError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
-
-
-@dataclass(frozen=True)
-class ClipRequest:
-    """
-    How a model takes its clips.
-
-    Attributes:
-        num_frames: Frames that an evaluation with one clip would choose; `None` for all.
-        intensity_range: See [`FrameReader`].
-        has_places: Whether coordinates are physical.
-    """
-
-    num_channels: int = 3
-    num_frames: int | None = None
-    intensity_range: Sequence[float] | None = None
-    has_places: bool = False
 
 
 def _check(sample: Sample, is_video: bool) -> Sample:
@@ -270,4 +263,4 @@ def _frames(value: Any) -> np.ndarray:
     if hasattr(value, "convert"):
         return pixels(develop(value))[None]
     content = value["bytes"]
-    return FrameReader(3).decode(Path(value["path"]) if content is None else io.BytesIO(content))
+    return COLOURS.decode(Path(value["path"]) if content is None else io.BytesIO(content))

@@ -15,12 +15,13 @@ from torch import nn
 from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.patched.vision_towers import Tower
+from ..reading.clips import FrameReader
 from ..reading.volumes import ORIENTATION, is_scan
 from ..storage.targets import new_file
 from .analysis import black_input
 from .attention import attention_maps, vision_tower
 from .classes import class_names, class_probabilities, is_classifier, probabilities
-from .inputs import ClipRequest, InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
+from .inputs import InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
 
 
 # Accepted suffixes of attention pictures.
@@ -109,12 +110,16 @@ def predict(
                 f"--attention: {type(model).__name__} takes images that each have their own grid (spatial_shapes), "
                 "which this option does not support; leave it out."
             )
-        clip = _clip_request(tower, processor)
-        if attention is not None and clip is not None and clip.has_places:
+        config = tower.module.config
+        num_frames = config.num_frames if len(tower.train_grid) == 3 else None
+        reader = FrameReader(getattr(config, "num_channels", 3), getattr(processor, "intensity_range", None))
+        is_physical = getattr(config, "coordinates", None) == "physical"
+        if attention is not None and is_physical:
             raise InspectionError("--attention does not know physical coordinates; leave it out for this model.")
         predicted, rows = [], []
         for file in files:
-            inputs = Inputs.prepare(read_file(Path(file), clip is not None, clip), tower, processor)
+            sample = read_file(Path(file), num_frames is not None, reader, num_frames, is_physical)
+            inputs = Inputs.prepare(sample, tower, processor)
             found = inputs.probabilities(model).topk(min(top_k, len(names)))
             answers = [Answer(names[index], index, score) for score, index in zip(*(part.tolist() for part in found))]
             predicted.append(Prediction(str(file), answers))
@@ -126,16 +131,6 @@ def predict(
             save_attention(rows, picture)
     unknown = [file for file in files if is_scan(Path(file))] if not hasattr(processor, "volume_orientation") else []
     return Predictions(predicted, _remarks(names, processor, unknown))
-
-
-def _clip_request(tower: Tower, processor: Any) -> ClipRequest | None:
-    """`None` for models of images."""
-    config = tower.module.config
-    if len(tower.train_grid) != 3:
-        return None
-    is_physical = getattr(config, "coordinates", None) == "physical"
-    intensity_range = getattr(processor, "intensity_range", None)
-    return ClipRequest(getattr(config, "num_channels", 3), config.num_frames, intensity_range, is_physical)
 
 
 def _check_picture(attention: str | os.PathLike | None, files: Sequence[str]) -> None:

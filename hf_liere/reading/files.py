@@ -42,13 +42,14 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0].strip() if str(error) else 'no message'}"
 
 
-def is_hidden(path: Path) -> bool:
-    return path.name.startswith(".") or path.name.lower() in LEFT_BEHIND
+def is_hidden(path: Path, folder: Path) -> bool:
+    """Whether a path below a folder, or a folder on the way, is hidden or left behind by systems."""
+    return any(part.startswith(".") or part.lower() in LEFT_BEHIND for part in path.relative_to(folder).parts)
 
 
 def visible(folder: Path) -> list[Path]:
-    """What lies in a folder, sorted, without what is hidden or left behind by systems."""
-    return sorted(path for path in folder.iterdir() if not is_hidden(path))
+    """What lies in a folder, sorted, without what [`is_hidden`]."""
+    return sorted(path for path in folder.iterdir() if not is_hidden(path, folder))
 
 
 def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:

@@ -9,7 +9,7 @@ from ..errors import require_libraries
 from .files import UnreadableError
 
 
-# Modes that Pillow converts to 8-bit grey or RGB without losing range. Deeper ones do not say which values are black and
+# Modes that Pillow converts to 8-bit grey or RGB without losing range. Deeper ones do not say what is black and what is
 # white: X-rays of 12 bits lie in 16, depths are in mm. Colours of 16 bits, which use their range, Pillow has scaled.
 EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 GREY_MODES = ("1", "L", "LA")

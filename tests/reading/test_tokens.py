@@ -28,7 +28,8 @@ def write(path, positions, kind=None):
     columns = {
         "features": [[[float(n)] for n in range(len(each))] for each in positions],
         "positions": pyarrow.ListArray.from_arrays(
-            np.cumsum([0, *map(len, positions)]), pyarrow.array(np.concatenate(positions)).cast(kind or pyarrow.float64())
+            np.cumsum([0, *map(len, positions)]),
+            pyarrow.array(np.concatenate(positions)).cast(kind or pyarrow.float64()),
         ),
         "labels": [index % 2 for index in range(len(positions))],
     }

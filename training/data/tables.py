@@ -93,9 +93,11 @@ def pick_evaluation_split(splits: list[str], arguments: DataArguments) -> str:
     """
     name = arguments.eval_split or next((name for name in EVALUATION_SPLITS if name in splits), None)
     if name is None:
+        folder = Path(arguments.image_folder or ".")
+        parent = f", or its parent folder {str(folder.parent)!r}" if folder.name in ("train", "training") else ""
         raise InputError(
             f"There is no split to evaluate among {', '.join(splits)}; accepted: --eval_split with one of these or "
-            "--validation_fraction, say 0.1."
+            f"--validation_fraction, say 0.1{parent}."
         )
     if name not in splits:
         raise InputError(f"--eval_split {name!r}: there is no such split; accepted: {', '.join(splits)}.")

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from hf_liere.reading.files import is_hidden
 from training.common.arguments import LimitArguments, flag
 from training.common.messages import abbreviate
 from training.data.augmentation import IGNORED_LABEL, PADDING
@@ -234,7 +235,7 @@ def _find_files(folder: Path, patterns: list[str]) -> list[Path]:
     found = set()
     for pattern in patterns:
         try:
-            found |= {path for path in folder.glob(pattern) if path.is_file()}
+            found |= {path for path in folder.glob(pattern) if path.is_file() and not is_hidden(path, folder)}
         except (NotImplementedError, ValueError) as error:
             raise InputError(
                 f"--text_patterns {pattern!r}: {error}; accepted: patterns in the folder, such as **/*.py."

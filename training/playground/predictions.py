@@ -25,6 +25,7 @@ from hf_liere.errors import InputError
 from hf_liere.hub.pulling import pull
 from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
 from hf_liere.models.transformer.configuration_liere import pair
+from hf_liere.reading.files import visible
 from hf_liere.storage.client import HubError
 from hf_liere.storage.loading import require_loaded_keys
 from hf_liere.storage.saved_model import first_line
@@ -101,7 +102,7 @@ def _folders(source: str) -> list[tuple[Path, str | None]]:
     if (folder / "config.json").is_file():
         return [(folder.resolve(), None)]
     if folder.is_dir():
-        inner = sorted(path.parent for path in folder.resolve().glob("*/config.json"))
+        inner = [path for path in visible(folder.resolve()) if (path / "config.json").is_file()]
         usable = []
         for path in inner:
             try:
