@@ -17,13 +17,10 @@ from .libraries.diffusion_patch import set_frequency_schedule
 from .libraries.schedules import FrequencySchedule, ScheduleInput
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.rotation.accumulation import accumulate_rotations
-from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
-from .models.transformer.modeling_liere import (
-    LieREViTBackbone,
-    LieREViTForImageClassification,
-    LieREViTForMaskedImageModeling,
-    LieREViTModel,
-)
+from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .models.transformer.configuration_liere_tokens import LieRETokensConfig
+from .models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
+from .models.transformer.modeling_liere_heads import LieREViTBackbone, LieREViTForMaskedImageModeling
 from .models.transformer.modeling_liere_tokens import (
     LieRETokensForSequenceClassification,
     LieRETokensForTokenClassification,

@@ -9,12 +9,15 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
+from . import bundles
 from .libraries.names import library_of
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, auto_classes, rotary_class, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
-from .models.transformer import modeling_liere, modeling_liere_tokens, modeling_liere_video
-from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
+from .models.saved_code import SavesItsCode
+from .models.transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
+from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .models.transformer.configuration_liere_tokens import LieRETokensConfig
 from .storage.loading import (
     CheckpointError,
     loading_options,
@@ -34,8 +37,8 @@ MODELS: dict[type[transformers.PreTrainedConfig], dict[Any, type[transformers.Pr
     LieREViTConfig: {
         AutoModel: modeling_liere.LieREViTModel,
         transformers.AutoModelForImageClassification: modeling_liere.LieREViTForImageClassification,
-        transformers.AutoModelForMaskedImageModeling: modeling_liere.LieREViTForMaskedImageModeling,
-        transformers.AutoBackbone: modeling_liere.LieREViTBackbone,
+        transformers.AutoModelForMaskedImageModeling: modeling_liere_heads.LieREViTForMaskedImageModeling,
+        transformers.AutoBackbone: modeling_liere_heads.LieREViTBackbone,
     },
     LieREVideoConfig: {
         AutoModel: modeling_liere_video.LieREVideoModel,
@@ -79,9 +82,10 @@ class FamilyWithRotations:
 
 def register() -> None:
     """
-    Register our models with the Auto classes and pipelines; repeated calls are safe. `models/saved_code.py` copies
-    their code beside the weights, so that a checkpoint also loads without this package.
+    Register our models with the Auto classes and pipelines; repeated calls are safe. `bundles.py` makes the code that
+    is saved beside their weights, so that a checkpoint also loads without this package.
     """
+    SavesItsCode.make_code = staticmethod(bundles.make_code)
     for config_class, models in MODELS.items():
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():

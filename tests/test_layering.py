@@ -76,7 +76,7 @@ def test_files_that_travel_import_each_other_alone(path):
 
 
 def test_rooms_of_models_import_those_before_them():
-    """Files lie side by side in checkpoints, so their names differ."""
+    """The code of a checkpoint is made of modules by name, so their names differ."""
     assert len({path.stem for path in TRAVELLING}) == len(TRAVELLING)
     for number, room in enumerate(ROOMS):
         files = [path for path in TRAVELLING if path.parent == MODELS / room]

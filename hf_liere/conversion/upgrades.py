@@ -38,6 +38,7 @@ from ..models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
 from ..models.encoding.encoding_traits import (
     AXIAL,
     AXIAL_FIELDS,
+    ENCODING_CLASSES,
     ENCODING_TRAITS,
     OWN_FIELDS,
     TRIPLES,
@@ -45,9 +46,8 @@ from ..models.encoding.encoding_traits import (
     rotary_traits,
     traits_of,
 )
-from ..models.encoding.encodings import ENCODING_CLASSES
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.rotation.exponential import skew, skew_entries
+from ..models.rotation.bases import skew, skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
-from ..models.encoding.given_positions import require_tensors
+from ..models.encoding.placement import require_tensors
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.rotation.dispatch import values_are_unknown, working_dtype

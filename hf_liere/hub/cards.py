@@ -155,7 +155,7 @@ def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
     return {
         "repo_id": repo_id or "OWNER/NAME",
         "auto_class": auto_class,
-        "module": None if architecture == "adapter" else model_class(architecture).__module__.rpartition(".")[2],
+        "module": None if architecture == "adapter" else model_class(architecture).config_class.code_file,
         "processor": processor if facts.has_processor else None,
         "classifies": architecture.endswith("Classification"),
         "embeds_images": architecture == "RotaryCLIPModel",

@@ -127,9 +127,7 @@ def obsolete_files(names: Iterable[str], pushed: Collection[str], theirs: SavedM
     for path, references in _references(theirs):
         if len(path.parts) == 1:
             stays = path.name in others and not REPLACED.search(path.name)
-            (used if stays else replaced).update(
-                path.name for path, _ in find_code(references, theirs.folder.glob("*.py"))
-            )
+            (used if stays else replaced).update(path.name for path in find_code(references, theirs.folder))
     return [name for name in others if REPLACED.search(name) or name in replaced - used]
 
 

@@ -42,7 +42,7 @@ from . import reload_check
 from .cards import Card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
 from .pulling import pull
-from .staging import refuse_private, secret_scanner, stage
+from .staging import refuse_private, secret_scanner, stage, write_code_for
 
 
 logger = logging.get_logger(__name__)
@@ -341,7 +341,8 @@ def verify(
         pulled = pull(repo_id, revision=revision, api=api, cache_dir=Path(temporary) / "hub")
         place = f"{repo_id} at {pulled.commit}"
         theirs = SavedModel(pulled.folder)
-        coded = require_known_code(theirs, (staged, saved), place)
+        written = write_code_for(theirs, Path(temporary) / "written")
+        coded = require_known_code(theirs, (staged, saved, *written), place)
         require_same_weights(staged, theirs, place)
         if differing := differences(staged, coded, theirs, model and type(model.config)):
             raise HubError(f"{place} differs from what a push of {saved} would write: {'; '.join(differing)}.")

@@ -14,8 +14,8 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from ..auto import load_checkpoint, model_class
+from ..bundles import make_code
 from ..errors import require_libraries
-from ..models.saved_code import write_code
 from ..patching.adapters import parse_adapter
 from ..storage.client import TOKEN, token_in_use
 from ..storage.loading import CheckpointError
@@ -60,6 +60,7 @@ TEXTS = (".jinja", ".json", ".md", ".py", ".txt", ".yaml")
 STATES = (".bin", ".pt", ".pth")
 # The files of a folder that staging reads, besides the weights.
 READ_FILES = (CONFIG, "generation_config.json", WEIGHTS_INDEX, ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)
+VIDEO_SETTINGS = "video_preprocessor_config.json"
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
 # Files of earlier pushes, ours or Trainer's. A new push deletes them, because they contradict the new weights.
 REPLACED = re.compile(
@@ -153,16 +154,30 @@ def load_complete(saved: SavedModel) -> PreTrainedModel:
     return model
 
 
+def write_code_for(theirs: SavedModel, folder: Path) -> list[SavedModel]:
+    """The configuration of a repository with the code that this package saves with it; none if it is not ours."""
+    try:
+        model_class(theirs.architecture).config_class.from_dict(theirs.configuration).save_pretrained(folder)
+    except Exception:
+        # What is wrong with it is found when configurations are compared.
+        return []
+    if theirs.has(VIDEO_SETTINGS):
+        shutil.copy(theirs.folder / VIDEO_SETTINGS, folder)
+        complete_video_processor(folder)
+    return [SavedModel(folder)]
+
+
 def complete_video_processor(folder: Path) -> None:
     """Write the code of our video processor beside a processor file that names it, and refer to it there."""
-    name, copied = "video_preprocessor_config.json", SavedModel(folder)
+    name, copied = VIDEO_SETTINGS, SavedModel(folder)
     if not copied.has(name):
         return
     content = copied.read_json(name)
     if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
         content["auto_map"] = {"AutoVideoProcessor": VIDEO_PROCESSOR}
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-        write_code([VIDEO_PROCESSOR], folder)
+        code_file = VIDEO_PROCESSOR.partition(".")[0]
+        (folder / f"{code_file}.py").write_bytes(make_code(code_file, []).encode())
 
 
 def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:

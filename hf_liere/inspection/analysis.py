@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.encoding.folding import FoldedLieRE, FoldedPlanes
+from ..models.encoding.commuting_encodings import FoldedPlanes
+from ..models.encoding.liere import FoldedLieRE
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.patched.module_inspection import head_shape
 from ..models.patched.vision_towers import Tower, position_table

@@ -16,12 +16,14 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .. import reference
+from ..models.encoding.commuting_encodings import FoldedPlanes
 from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
-from ..models.encoding.folding import FoldedPlanes, build_encoding
+from ..models.encoding.folding import build_encoding
 from ..models.encoding.positions import TokenPositions, grid_steps
 from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.rotation.bases import skew
 from ..models.rotation.closed_forms import plane_rotations
-from ..models.rotation.exponential import block_rotations, skew
+from ..models.rotation.exponential import block_rotations
 from ..models.rotation.rotation import PlaneRotation
 from .common_planes import find_common_planes
 

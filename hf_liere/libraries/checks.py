@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 
 from ..models.encoding.folding import build_rotary_encoding
-from ..models.patched.rotary_patch import RotaryPatchConfig, TowerConfig
+from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import AttentionTower, Patchable, TowerPatch
+from ..models.patched.vision_patch import TowerConfig
 from .rotations import StateRotations
 
 

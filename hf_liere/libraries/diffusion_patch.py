@@ -17,7 +17,7 @@ from torch import nn
 
 from ..models.encoding.encoding_traits import rotary_traits
 from ..models.patched.module_inspection import device_of, forward_arguments, linear_layer
-from ..models.patched.rotary_patch import RotaryPatchConfig, make_tower_config
+from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import (
     AttentionTower,
     OutputHooks,
@@ -25,6 +25,7 @@ from ..models.patched.tower_patch import (
     choose_target,
     patched_towers,
 )
+from ..models.patched.vision_patch import make_tower_config
 from ..models.rotation.dispatch import working_dtype
 from .checks import LibraryPatch, build_from_grid, check_start
 from .diffusion_forward import (

@@ -1,8 +1,9 @@
-"""Saves the code that a checkpoint needs beside its weights, the only place where transformers looks for it."""
+"""Saves the code that a checkpoint needs beside its weights, in one file: transformers looks for code nowhere else."""
 
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,46 +14,132 @@ if TYPE_CHECKING:
 else:
     SavedBase = object
 
-# The package's folder, or that of a checkpoint's code, which is written in the same way when the model is saved again.
+# The package's folder, or that of a checkpoint's code.
 MODELS = Path(__file__).parent
-RELATIVE_IMPORT = re.compile(r"^(\s*from )\.+(?:\w+\.)*(\w+)(?= import)", re.MULTILINE)
+# The first line of every file of code that a save writes begins with it.
+MARK = "# Code of hf_liere "
+# References to our classes, also in checkpoints whose code is in many files.
+OURS = re.compile(r"(?:configuration_liere|modeling_liere\w*|modeling_patched|video_processing_liere)\.(\w+)")
+RELATIVE_IMPORT = re.compile(r"^\s*from \.+(?:\w+\.)*(\w+) import", re.MULTILINE)
+
+
+class Parts(dict):
+    """What modules offer by name. Of these, the code of a checkpoint has those that its configuration needs."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def offer(self, *names: str) -> Callable:
+        """Decorator of the class or function with these names."""
+
+        def keep(part):
+            self.update(dict.fromkeys(names, part))
+            return part
+
+        return keep
+
+    def __missing__(self, name: str):
+        raise ValueError(
+            f"{self.kind} {name!r} is not in the code of this checkpoint, which has {', '.join(self) or 'none'}; "
+            "accepted there, and with the package hf_liere all others: install it, and import hf_liere."
+        )
 
 
 class SavesItsCode(SavedBase):
-    """Mixin of configurations and processors: `save_pretrained` writes the modules that `auto_map` names."""
+    """Mixin of configurations and processors: `save_pretrained` writes the file that `auto_map` names."""
 
     auto_map: dict
+    # The name of this file without its end, and of the file with `auto_map`.
+    code_file = "modeling_liere"
+    settings_file = "config.json"
+    # Set by the package, see `bundles.make_code`. The code of a checkpoint saves itself.
+    make_code: Callable[..., str] | None = None
+
+    def parts(self) -> list:
+        """
+        The [`Parts`] that an object uses.
+
+        Raises:
+            ValueError: if the code of a checkpoint lacks one.
+        """
+        return []
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """As in the base class, with the code of `auto_map`."""
+        """
+        As in the base class, with the code of `auto_map`.
+
+        Raises:
+            FileExistsError: if the folder has another file in its place.
+        """
         # References of a downloaded checkpoint start with the name of its repository.
         places = {name: place.rpartition("--")[2] for name, place in self.auto_map.items() if isinstance(place, str)}
-        names = {path.stem for path in MODELS.rglob("*.py")}
-        ours = {name: place for name, place in places.items() if place.partition(".")[0] in names}
-        self.auto_map = {**self.auto_map, **ours}
+        ours = {name: found[1] for name, place in places.items() if (found := OURS.fullmatch(place))}
+        self.auto_map = {**self.auto_map, **{name: f"{self.code_file}.{cls}" for name, cls in ours.items()}}
+        folder, classes = Path(save_directory), [kind.__name__ for kind in type(self).__mro__]
+        if (make := type(self).make_code) is None:
+            code = Path(__file__).read_text("utf-8")
+        else:
+            code = make(self.code_file, [*classes, *ours.values()], self.parts())
+        path = folder / f"{self.code_file}.py"
+        obsolete = find_replaced(folder, self.settings_file, path)
         saved = super().save_pretrained(save_directory)
-        write_code(ours.values(), save_directory)
+        path.write_bytes(code.encode())
+        for file in obsolete:
+            file.unlink()
         if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
         return saved
 
 
-def write_code(references: Iterable[str], folder: str | os.PathLike) -> None:
-    """Write the modules of references side by side into one folder: transformers imports nothing else."""
-    for path, text in find_code(references, MODELS.rglob("*.py")):
-        (Path(folder) / path.name).write_text(RELATIVE_IMPORT.sub(r"\1.\2", text), encoding="utf-8")
+def find_replaced(folder: Path, settings_file: str, new: Path) -> list[Path]:
+    """
+    The code of an earlier save of ours in a folder that a save of the file `new` no longer needs.
+
+    Raises:
+        FileExistsError: if one of these files, or a file in the place of the new one, is not of such a save or is a
+            link.
+    """
+    needed: dict[bool, set[Path]] = {True: set(), False: set()}
+    for settings in folder.glob("*.json"):
+        for place in read_references(settings):
+            is_replaced = settings.name == settings_file and OURS.fullmatch(place) is not None
+            needed[is_replaced] |= find_code([place], folder)
+    obsolete = needed[True] - needed[False] - {new}
+    for path in sorted(obsolete | {new}):
+        is_ours = path in needed[True] or (path.is_file() and read_code(path).startswith(MARK))
+        if path.is_symlink() or (path.exists() and not is_ours):
+            kind = "is a link" if path.is_symlink() else "is not the code of a saved model"
+            raise FileExistsError(f"{path} {kind}, so nothing was saved; accepted: a folder without this file.")
+    return sorted(obsolete)
 
 
-def find_code(references: Iterable[str], files: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+def read_references(settings: Path) -> list[str]:
+    """What `auto_map` of a json file names."""
+    try:
+        named = json.loads(settings.read_text("utf-8")).get("auto_map") or {}
+        places = [place for value in named.values() for place in (value if isinstance(value, list) else [value])]
+    except (AttributeError, OSError, ValueError):
+        return []
+    return [place for place in places if isinstance(place, str)]
+
+
+def find_code(references: Iterable[str], folder: Path) -> set[Path]:
     """
-    Those of the files, with their texts, that references such as `"modeling_liere.LieREViTModel"` name, and all that
-    these import from each other.
+    The files of a folder that references such as `"modeling_liere.LieREViTModel"` name, and all that these import from
+    each other.
     """
-    files, wanted = {path.stem: path for path in files}, [reference.partition(".")[0] for reference in references]
+    found: set[Path] = set()
+    wanted = [reference.partition(".")[0] for reference in references]
     while wanted:
-        # Each file is found once; names that are not among the files belong to others.
-        path = files.pop(wanted.pop(), None)
-        if path is not None and path.is_file():
-            text = path.read_text("utf-8", "surrogateescape")
-            wanted += [imported for _, imported in RELATIVE_IMPORT.findall(text)]
-            yield path, text
+        # Names that are not those of files here belong to others.
+        name = wanted.pop()
+        path = folder / f"{name}.py"
+        if name.isidentifier() and path.is_file() and path not in found:
+            found.add(path)
+            wanted += RELATIVE_IMPORT.findall(read_code(path))
+    return found
+
+
+def read_code(path: Path) -> str:
+    return path.read_text("utf-8", "surrogateescape")

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.rotation.bases import skew
 from hf_liere.models.rotation.closed_forms import cos_sin
 from hf_liere.models.rotation.dispatch import plain_operations
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.models.rotation.exponential import block_rotations
 from hf_liere.models.rotation.exponential_gradient import GradientMoments
 from hf_liere.models.rotation.rotation_gradients import blocks_backward, commuting_backward
 from hf_liere.models.rotation.scaling_and_squaring import RayTokens, num_saved

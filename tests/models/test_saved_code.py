@@ -1,7 +1,9 @@
-"""Code that is written with checkpoints: all that they need, side by side, in every way of saving and sending."""
+"""Code that is written with checkpoints: all that they need, in one file, in every way of saving and sending."""
 
 import ast
+import importlib.util
 import json
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from rope_cases import build as build_rotating
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, patch
+from hf_liere.bundles import make_code
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.patched.modeling_patched import rotary_config
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 
@@ -143,3 +147,157 @@ def test_references_to_a_repository_are_not_saved(tiny, tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert saved["AutoModel"] == "modeling_liere.LieREViTModel" and saved["AutoTokenizer"] == foreign
     assert (tmp_path / "modeling_liere.py").is_file() and not (tmp_path / "words.py").exists()
+
+
+def load_file(path, name):
+    """A file of code as a module, beside the package and other such files."""
+    specification = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind, files", [("image", 1), ("video", 2), ("clip_vision", 1), ("llama", 1)])
+def test_a_checkpoint_has_one_file_of_code(kind, files, tiny, tiny_video, tmp_path):
+    """Of what its configuration needs, in an order to read."""
+    model, _ = make(kind, tiny, tiny_video)
+    model.save_pretrained(tmp_path)
+    if kind == "video":
+        LieREVideoProcessor().save_pretrained(tmp_path)
+    code = sorted(tmp_path.glob("*.py"))
+    assert len(code) == files and all(len(path.read_text().splitlines()) <= 6000 for path in code)
+    assert {place.partition(".")[0] for place in model.config.auto_map.values()} == {code[0].stem}
+    text = code[0].read_text()
+    assert text.startswith(f"# Code of hf_liere {hf_liere.__version__}; `pip install .`")
+    for unused in ("CirculantString", "AxialRoPE", "ComRoPE", "RotationAccumulation"):
+        assert f"class {unused}" not in text
+    rooms = [line.split("/")[2] for line in text.splitlines() if line.startswith("# From hf_liere/")]
+    rotations = [room for room in rooms if room in ("rotation", "encoding", "transformer")]
+    last = len(rotations) - rotations[::-1].index("rotation") if "rotation" in rotations else 0
+    assert kind == "llama" or "rotation" not in rotations[last:] and set(rotations[last:]) >= {"encoding"}
+
+
+SIZES_OF_BLOCKS = {"comrope_ap": 4, "circulant_string": 6}
+ROTARY = {name: {"position_encoding": name, "block_size": SIZES_OF_BLOCKS.get(name)} for name in ENCODING_TRAITS}
+OTHERS = {
+    "none": {"position_encoding": "none"},
+    "absolute": {"position_encoding": "absolute"},
+    "quaternions": {"position_encoding": "liere", "block_size": 4},
+    "axial start": {"position_encoding": "liere", "rotary_init": "axial"},
+    "golden gate start": {"position_encoding": "cayley_string", "rotary_init": "golden_gate"},
+}
+
+
+@pytest.mark.parametrize("case", [*ROTARY, *OTHERS])
+def test_the_file_computes_what_the_package_computes(case, tiny, tmp_path, monkeypatch):
+    """Logits and gradients, bit for bit, where the package and the files of other encodings are imported as well."""
+    monkeypatch.setenv("HF_LIERE_CPU_KERNELS", "0")
+    fields = {**ROTARY, **OTHERS}[case]
+    model = hf_liere.LieREViTForImageClassification(tiny(**fields))
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    module = load_file(tmp_path / "modeling_liere.py", f"of_{case.replace(' ', '_')}")
+    copy = module.LieREViTForImageClassification.from_pretrained(tmp_path)
+    assert type(copy) is module.LieREViTForImageClassification
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    for one in (model.train(), copy.train()):
+        torch.manual_seed(0)
+        one(**inputs).loss.backward()
+    found, expected = (
+        [parameter.grad for _, parameter in sorted(one.named_parameters()) if parameter.requires_grad]
+        for one in (copy, model)
+    )
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    with torch.no_grad():
+        assert torch.equal(copy.eval()(**inputs).logits, model.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("family", ["clip_vision", "llama"])
+@pytest.mark.parametrize("encoding", ENCODING_TRAITS)
+def test_every_patch_has_code(family, encoding):
+    """In which no name means two things, and nothing is missing that a module imports."""
+    plain = type((build_plain if family == "clip_vision" else build_rotating)(family)[0].config)
+    patch = {"position_encoding": encoding, "rotary_init": "zeros" if ENCODING_TRAITS[encoding].learned else None}
+    if family == "llama":
+        if ENCODING_TRAITS[encoding].pretrained not in ("planes", "blocks"):
+            pytest.skip("Cannot start at RoPE.")
+        patch["rotary_init"] = "pretrained"
+    config = rotary_config(plain)(rotary_patch=patch)
+    code = make_code("modeling_patched", [kind.__name__ for kind in type(config).__mro__], config.parts())
+    assert "\nfrom ." not in code
+    compile(code, "modeling_patched.py", "exec")
+
+
+def test_the_file_names_what_it_lacks(tiny, tmp_path):
+    tiny(position_encoding="liere").save_pretrained(tmp_path)
+    module = load_file(tmp_path / "modeling_liere.py", "of_liere_alone")
+    with pytest.raises(
+        Exception, match="'comrope_ld' is not in the code of .*, which has rope_mixed, liere; .*hf_liere"
+    ):
+        module.LieREViTConfig(position_encoding="comrope_ld")
+    with pytest.raises(Exception, match="rotary_init 'golden_gate' is not in the code .*hf_liere"):
+        module.LieREViTConfig(position_encoding="liere", rotary_init="golden_gate")
+    patched = rotary_config(type(build_rotating("llama")[0].config))(rotary_patch=PRETRAINED.to_dict())
+    patched.save_pretrained(tmp_path)
+    module = load_file(tmp_path / "modeling_patched.py", "of_planes_alone")
+    with pytest.raises(ValueError, match="'liere' is not in the code of this checkpoint, which has none; .*hf_liere"):
+        module.RotaryPatchConfig(position_encoding="liere", rotary_init="pretrained")
+
+
+def test_a_name_for_two_things_is_refused(tmp_path, monkeypatch):
+    from hf_liere import bundles
+
+    (tmp_path / "a.py").write_text('"""A."""\nimport math\nX = math.pi\n')
+    (tmp_path / "b.py").write_text('"""B."""\nfrom .a import X\nY = X\n')
+    (tmp_path / "c.py").write_text('"""C."""\nfrom .b import Y\nX = 2 * Y\n')
+    monkeypatch.setattr(
+        bundles, "read_modules", lambda: {name: bundles._read(tmp_path / f"{name}.py") for name in "abc"}
+    )
+    monkeypatch.setattr(bundles, "MODELS", tmp_path)
+    assert make_code("b", []).endswith("# From hf_liere/models/b.py:\n# B.\n\nY = X\n")
+    with pytest.raises(ValueError, match="a.py and c.py go to one file, and X is a name of something in both"):
+        make_code("c", [])
+
+
+@pytest.mark.parametrize("kind", ["of the user", "a link"])
+def test_a_save_replaces_no_file_that_is_not_its_own(kind, tiny, tmp_path):
+    """Before it writes anything."""
+    elsewhere, folder = tmp_path / "elsewhere.py", tmp_path / "project"
+    folder.mkdir()
+    elsewhere.write_text("mine")
+    own = folder / "modeling_liere.py"
+    own.write_text("mine") if kind == "of the user" else own.symlink_to(elsewhere)
+    model = hf_liere.LieREViTModel(tiny())
+    for saved in (model, model.config):
+        with pytest.raises(FileExistsError, match=f"{own} is .*, so nothing was saved"):
+            saved.save_pretrained(folder)
+    assert own.read_text() == elsewhere.read_text() == "mine" and list(folder.iterdir()) == [own]
+
+
+def test_a_save_removes_the_files_of_the_save_that_it_replaces(tiny, tmp_path):
+    """Those of checkpoints with many files of code as well, and no others."""
+    written = {
+        "configuration_liere.py": "from .layers import L\n",
+        "modeling_liere.py": "def f():\n    from .layers import L\n    from .words import W\n",
+        "layers.py": "L = 1",
+        "words.py": "W = 1",
+        "positions.py": "mine",
+        "config.json": '{"auto_map": {"AutoConfig": "configuration_liere.C", "AutoModel": "me/x--modeling_liere.M"}}',
+        "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["words.Words", null]}}',
+    }
+    for name, text in written.items():
+        (tmp_path / name).write_text(text.replace("me/x--", ""))
+    hf_liere.LieREViTModel(tiny()).save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == {"modeling_liere.py", "words.py", "positions.py"}
+    assert "class LieREViTModel" in (tmp_path / "modeling_liere.py").read_text()
+    patch(build_plain("clip_vision")[0], RotaryPatchConfig()).save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == {"modeling_patched.py", "words.py", "positions.py"}
+
+
+def test_references_to_many_files_become_one(tiny, tmp_path):
+    """A checkpoint that an earlier release has saved names its modules."""
+    earlier = {"AutoConfig": "configuration_liere.LieREViTConfig", "AutoModel": "modeling_liere.LieREViTModel"}
+    tiny(auto_map=earlier).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert {place.partition(".")[0] for place in saved.values()} == {"modeling_liere"}
+    assert saved["AutoConfig"] == "modeling_liere.LieREViTConfig"

@@ -5,7 +5,8 @@ import torch
 
 from hf_liere.kernels import cpu_library
 from hf_liere.models.rotation import dispatch
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.models.rotation.bases import skew
+from hf_liere.models.rotation.exponential import block_rotations
 
 
 BUILT = cpu_library.FOLDER

@@ -2,5 +2,9 @@
 Rotary encodings: which positions tokens have, and which rotations an encoding gives them.
 
 Files here import each other, `rotation` and `saved_code`. Start with `positions.py` and `rotary_encoding.py`; then
-`encodings.py` and `commuting_encodings.py` define the encodings, and `rotary_fields.py` documents their fields.
+`liere.py`, `commuting_encodings.py`, `product_encodings.py` and `fixed_encodings.py` define the encodings, and
+`rotary_fields.py` documents their fields. No other file imports these four, which offer their encodings by name, so
+that a checkpoint contains those that it needs.
 """
+
+from . import commuting_encodings, fixed_encodings, liere, product_encodings  # noqa: F401 (offer encodings)

@@ -7,15 +7,14 @@ import torch
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew_from_planes
+from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew, skew_entries, skew_from_planes
 from ..rotation.closed_forms import cos_sin
 from ..rotation.dispatch import working_dtype
-from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
+from .encoding_traits import ENCODING_CLASSES, FREQUENCIES, rotary_traits
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
-from .starting_values import FREQUENCIES
 
 
 # Relative deviation from proportional or axial generators that float32 rounding may cause.
@@ -27,6 +26,12 @@ class EncodingInBasis(RotaryEncoding):
     R(p) = U rot(Σ_a p_a f_a) Uᵀ in every block, with an orthogonal U and frequencies f_a of its planes, which are
     pairs of neighbouring columns of U. Attention changes queries and keys to the basis once, see [`PlaneRotation`].
     """
+
+    in_basis = True
+
+    @classmethod
+    def folded_class(cls, config) -> type[RotaryEncoding]:
+        return FoldedPlanes
 
     def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -71,6 +76,67 @@ class EncodingInBasis(RotaryEncoding):
         return {"frequencies": frequencies.flatten(-2)}
 
 
+class FoldedPlanes(RotaryEncoding):
+    """
+    An [`EncodingInBasis`] for inference: RoPE with a frequency per axis and plane. The basis is in the query and key
+    weights, which put the channels that odd blocks do not rotate after all planes of their head. Products of
+    exponentials keep the constant matrices between their factors.
+
+    Attributes:
+        frequencies: (A, layers or 1, heads or 1, planes).
+        inner: (A − 1, layers or 1, heads or 1, blocks, b, b) of products, in the order of the factors, see
+            [`PlaneRotation`]; else `None`.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        planes = self.num_blocks * (self.block_size // 2)
+        self.frequencies = self.new_parameter(num_axes, self.layers, self.heads, planes).requires_grad_(False)
+        self.inner = None
+        if rotary_traits(config).product and num_axes > 1:
+            shape = (num_axes - 1, self.layers, self.heads, self.num_blocks, self.block_size, self.block_size)
+            self.inner = self.new_parameter(*shape).requires_grad_(False)
+        else:
+            self.block_size = 2
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        """In the basis that the weights contain, which is that of the last factor."""
+        frequencies = self.frequencies.detach()
+        if self.inner is None:
+            return frequencies.unsqueeze(-1)
+        bases = [torch.eye(self.block_size, dtype=self.inner.dtype, device=self.inner.device).expand_as(self.inner[0])]
+        for inner in reversed(self.inner.detach().unbind()):
+            bases.insert(0, bases[0] @ inner)
+        planes = self.to_factors(frequencies).unflatten(-1, (self.num_blocks, -1))
+        entries = skew_entries(skew_from_planes(planes, torch.stack(bases)))  # factor after factor
+        return entries.roll(self.config.relative_axis, 0)
+
+    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
+        inner = () if self.inner is None else (self.inner[:, layers],)
+        return *super().sources(device, layers), *inner
+
+    def layer_rotations(
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> Iterable[Rotation]:
+        if self.inner is None:
+            return super().layer_rotations(positions, dtype, layers)
+        planes = self.axis_planes(positions.locate(), self.frequencies.detach()[:, layers])
+        inner = self.inner.detach()[:, layers].unbind(1)
+        return self.repeat_for_layers([PlaneRotation(cos_sin, inner=each) for cos_sin, each in zip(planes, inner)])
+
+    @torch.no_grad()
+    def copy_rotations(self, encoding: EncodingInBasis) -> None:
+        for name, values in encoding.folded_parameters().items():
+            getattr(self, name).copy_(values)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.zeros_(self.frequencies)
+        if self.inner is not None:
+            init.copy_(self.inner, torch.eye(self.inner.shape[-1]).expand_as(self.inner))
+
+
+@ENCODING_CLASSES.offer("comrope_ap")
 class ComRoPEAxialPartition(EncodingInBasis):
     """
     ComRoPE-AP (§3.3.1, eq. 8): block j rotates with coordinate j mod A only, so generators of different axes act on
@@ -157,6 +223,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         return basis, generators, torch.stack([generators[..., plane + 1, plane] for plane in planes], dim=-1)
 
 
+@ENCODING_CLASSES.offer("comrope_ld")
 class ComRoPELinearlyDependent(ComRoPEAxialPartition):
     """
     ComRoPE-LD (§3.3.2, eq. 10): A_a = θ_a (P − Pᵀ); the generators of all axes are multiples of one matrix and commute.
@@ -204,6 +271,7 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
             init.normal_(self.multipliers)
 
 
+@ENCODING_CLASSES.offer("cayley_string")
 class CayleyString(EncodingInBasis):
     """
     Cayley-STRING (Schenck et al., "Learning the RoPEs", arXiv 2502.02562): R(p) = P RoPE-Mixed(p) Pᵀ with P =
@@ -245,6 +313,7 @@ class CayleyString(EncodingInBasis):
         init.zeros_(self.skew)
 
 
+@ENCODING_CLASSES.offer("circulant_string")
 class CirculantString(EncodingInBasis):
     """
     Circulant-STRING (arXiv 2502.02562, eq. 11): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..saved_code import Parts
+
 
 # Initial values with a frequency per plane; the others draw all entries from one distribution.
 SPECTRA = ("frequencies", "golden_gate")
@@ -27,6 +29,12 @@ CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 DISPLACEMENTS = {"position_perturbation": 0.0, "position_shift": 0.0, "position_jitter": None, "position_rescale": None}
 # Fields that act in training only.
 TRAINING_ONLY = {**DISPLACEMENTS, "patch_dropout_prob": 0.0}
+
+
+# Encoding → its class.
+ENCODING_CLASSES = Parts("position_encoding")
+# Values of `rotary_init` that give every plane a frequency: (A, layers, heads, planes) from config and these numbers.
+FREQUENCIES = Parts("rotary_init")
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ CIRCULANTS = BlockSizes(
 @dataclass(frozen=True)
 class EncodingTraits:
     """
-    Facts about an encoding of [`encodings.ENCODING_CLASSES`].
+    Facts about an encoding.
 
     Attributes:
         title: Name in tables.

@@ -1,13 +1,12 @@
-"""Placement: from a configuration and an input to the positions of all of its tokens."""
+"""From a configuration and an input to the positions of all of its tokens, those that the user gives included."""
 
 from typing import NamedTuple
 
 import torch
 
-from ..rotation.dispatch import working_dtype
+from ..rotation.dispatch import values_are_unknown, working_dtype
 from .displacements import draw_displacements
-from .physical_spacing import physical_extents
-from .positions import TokenPositions
+from .positions import TokenPositions, patch_indices
 
 
 class Place(NamedTuple):
@@ -25,7 +24,7 @@ class Place(NamedTuple):
     positions: TokenPositions | None
 
 
-def place_grid(
+def place_patches(
     config,
     grid: tuple[int, ...],
     device: torch.device,
@@ -76,4 +75,192 @@ def place_input(
     if training:
         # (N, A), (…, N, A)
         offsets, displaced = draw_displacements(config, grid, displaced, device, working_dtype(device))
-    return Place(grid, offsets, place_grid(config, grid, device, displaced, extents) if needs_positions else None)
+    return Place(grid, offsets, place_patches(config, grid, device, displaced, extents) if needs_positions else None)
+
+
+def physical_extents(
+    config,
+    grid: tuple[int, ...],
+    batch_size: int,
+    spacing: torch.Tensor | None,
+    frame_times: torch.Tensor | None,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Args:
+        config: A [`LieREConfig`] with `coordinates="physical"`.
+        spacing: (A,) or (B, A) extents of a pixel, frames or slices first; without these if `frame_times` are given.
+        frame_times: (T,) or (B, T) times of frames, or positions of slices.
+
+    Returns:
+        (A,) or (1 or B, A) extents of a patch in `physical_unit`, and `None`, or, with `frame_times`, (1 or B, N, A)
+        displacements in patch extents that move each tubelet to the mean time of its frames. Its extent is then that of
+        equally spaced frames with the same first and last time.
+
+    Raises:
+        ValueError: if `spacing` is missing, either is of the wrong shape, a spacing is not positive and finite, or
+            times are not finite or decrease.
+    """
+    dtype = working_dtype(device)
+    patch_shape = torch.tensor(config.patch_shape, device=device, dtype=dtype)  # (A,)
+    units = torch.tensor(config.physical_unit, device=device, dtype=dtype).expand(len(grid))  # (A,)
+    axes = len(grid) if frame_times is None else len(grid) - 1
+    spacing = _check_spacing(spacing, frame_times is not None, batch_size, axes, device, dtype)
+    if frame_times is None:
+        return spacing * patch_shape / units, None
+    times = _check_times(frame_times, batch_size, grid, config.patch_shape, device, dtype)  # (1 or B, T)
+    first, last = times[:, :1], times[:, -1:]
+    interval = (last - first) / max(times.shape[1] - 1, 1)  # (1 or B, 1)
+    rows = max(times.shape[0], spacing.shape[0] if spacing.ndim == 2 else 1)
+    spacing = torch.cat([interval.expand(rows, 1), spacing.expand(rows, axes)], dim=-1)  # (1 or B, A)
+    tubelets = times.unflatten(1, (grid[0], config.patch_shape[0])).mean(dim=-1) - (first + last) / 2
+    # If all frames have one time, patches have an extent of zero and displacements do not matter.
+    extent = torch.where(interval > 0, interval, 1.0) * config.patch_shape[0]  # (1 or B, 1)
+    frames = patch_indices(grid[:1], None, device, dtype).squeeze(-1)  # (grid[0],)
+    displaced = tubelets / extent - (frames + 0.5 - grid[0] / 2)  # (1 or B, grid[0])
+    displaced = displaced.repeat_interleave(patch_indices(grid[1:], None, device, dtype).shape[0], dim=1)  # (1 or B, N)
+    return spacing * patch_shape / units, torch.nn.functional.pad(displaced.unsqueeze(-1), (0, len(grid) - 1))
+
+
+def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tensor | None, positions) -> None:
+    """Raises `ValueError` for a spacing or times that would have no effect."""
+    for name, value in (("spacing", spacing), ("frame_times", frame_times)):
+        if value is None:
+            continue
+        if config.coordinates != "physical":
+            raise ValueError(
+                f"{name} was given, but coordinates={config.coordinates!r} do not depend on it: accepted with "
+                "coordinates='physical'."
+            )
+        if positions is not None:
+            raise ValueError(f"{name} and positions were both given; positions alone place the patches.")
+
+
+def _check_spacing(
+    spacing, has_times: bool, batch_size: int, axes: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    accepted = f"({axes},) or ({batch_size}, {axes})"
+    meaning = "one extent of a pixel (voxel, frame) per axis"
+    if has_times:
+        meaning = "rows and columns only, because frame_times place the frames"
+    if spacing is None:
+        raise ValueError(
+            f"coordinates='physical' needs spacing of shape {accepted}: {meaning}, in the measure of physical_unit."
+        )
+    spacing = torch.as_tensor(spacing, device=device).to(dtype)
+    if tuple(spacing.shape) not in ((axes,), (1, axes), (batch_size, axes)):
+        raise ValueError(f"spacing of shape {tuple(spacing.shape)} must be {accepted}: {meaning}.")
+    if not values_are_unknown(spacing) and not (torch.isfinite(spacing) & (spacing > 0)).all():
+        wrong = spacing[~(torch.isfinite(spacing) & (spacing > 0))][0].item()
+        raise ValueError(f"spacing contains {wrong}; positive and finite numbers are needed.")
+    return spacing
+
+
+def _check_times(
+    times, batch_size: int, grid: tuple[int, ...], patch_shape: tuple[int, ...], device: torch.device, dtype
+) -> torch.Tensor:
+    """(1 or B, T)"""
+    if len(grid) != 3:
+        raise ValueError("frame_times were given to a model of images, which have no frames.")
+    frames = grid[0] * patch_shape[0]
+    times = torch.as_tensor(times, device=device).to(dtype)
+    if tuple(times.shape) not in ((frames,), (1, frames), (batch_size, frames)):
+        raise ValueError(
+            f"frame_times of shape {tuple(times.shape)} must be ({frames},) or ({batch_size}, {frames}): one per frame."
+        )
+    times = times.reshape(-1, frames)
+    if not values_are_unknown(times):
+        if not torch.isfinite(times).all():
+            raise ValueError(f"frame_times contain {(~torch.isfinite(times)).sum().item()} values that are not finite.")
+        if (falls := times.diff() < 0).any():
+            frame = falls.nonzero()[0, 1].item() + 1
+            raise ValueError(f"frame_times decrease at frame {frame}; frames must be in the order of their times.")
+    return times
+
+
+def place_given(
+    config,
+    coordinates: torch.Tensor,
+    batch_size: int,
+    num_tokens: int,
+    visible: torch.Tensor | None = None,
+) -> TokenPositions:
+    """
+    Positions of all tokens from the user's coordinates of `num_tokens` input tokens, or of all tokens. Coordinates of
+    hidden tokens, false in (B, N) `visible`, are ignored.
+
+    Raises:
+        ValueError: as [`check_shape`] and [`check_coordinates`], or if the model does not use positions.
+    """
+    if not config.uses_positions:
+        raise ValueError(f"positions were given, but position_encoding={config.position_encoding!r} has no rotations.")
+    num_prefix_tokens, prefix_coordinate = config.prefix
+    accepted = num_prefix_tokens if config.places_prefix else 0
+    check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
+    coordinates = zero_hidden(coordinates, visible)  # (…, N or P + N, A)
+    check_coordinates(coordinates)
+    has_prefix = coordinates.shape[-2] > num_tokens
+    if (scale := getattr(config, "position_scale", None)) is not None:
+        coordinates = coordinates.to(working_dtype(coordinates.device))
+        origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
+        coordinates = (coordinates - origin) * scale  # (…, N or P + N, A)
+    return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
+
+
+def require_tensors(**given: object) -> None:
+    """Raises `ValueError` if one of the given values is something else than a tensor or `None`."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}; a tensor is needed: torch.as_tensor makes one of numbers, and a "
+                "processor, such as AutoImageProcessor, of images."
+            )
+
+
+def check_shape(
+    positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
+) -> None:
+    """
+    Args:
+        num_prefix_tokens: Number P of class and register tokens whose positions may come first.
+
+    Raises:
+        ValueError: if the user's `positions` are not (N, A), (1, N, A) or (B, N, A), with N or P + N tokens.
+    """
+    require_tensors(positions=positions)
+    accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
+    batches, tokens = positions.shape[:-2], positions.shape[-2:]
+    if batches not in ((), (1,), (batch_size,)) or tokens not in (
+        (num_patches, num_axes),
+        (num_prefix_tokens + num_patches, num_axes),
+    ):
+        prefix = f"patch tokens, or these after {num_prefix_tokens} class and register tokens"
+        raise ValueError(
+            f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
+            f"axes) and {accepted[1]} (batch, patches, axes), {prefix if num_prefix_tokens else 'patch tokens only'}."
+        )
+
+
+def check_coordinates(positions: torch.Tensor) -> None:
+    """Raises `ValueError` if the user's `positions` are not floating point or not finite."""
+    if not positions.is_floating_point():
+        raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
+    if not values_are_unknown(positions) and not torch.isfinite(positions).all():
+        raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
+
+
+def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """
+    (…, N, C) values of tokens, with or without prefix tokens, and zeros for hidden tokens: the values there, even
+    infinity and NaN, reach neither outputs nor gradients.
+
+    Args:
+        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all samples hide them.
+    """
+    if visible is None:
+        return values
+    visible = visible.to(values.device, torch.bool)  # (B, N)
+    if values.ndim == 2 or values.shape[0] != len(visible):
+        visible = visible.any(dim=0)  # (N,)
+    visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)  # (…, N)
+    return values.masked_fill(~visible.unsqueeze(-1), 0)  # (…, N, C)

@@ -11,13 +11,11 @@ from torch import nn
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
-from .commuting_encodings import EncodingInBasis
 from .encoding_traits import ENCODING_TRAITS, closest, generators_commute
-from .folding import build_encoding
-from .given_positions import check_coordinates
+from .folding import EncodingConfig, build_encoding
+from .placement import check_coordinates
 from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into, reorder_channels
-from .rotary_fields import EncodingConfig
 from .starting_values import channel_pairs, check_start, start_at
 
 
@@ -279,7 +277,7 @@ class LieRotaryEmbedding(nn.Module):
         encoding, config = self.encoding, self.config
         if config.folded_grids is not None:
             raise ValueError("The rotations are folded already.")
-        if not (generators_commute(config) or isinstance(encoding, EncodingInBasis)):
+        if not (generators_commute(config) or encoding.in_basis):
             raise ValueError(
                 f"The generators of {config.position_encoding} with block_size={config.block_size} do not commute, so "
                 "no basis of the projections makes their rotations cheaper; keep the result of rotations(positions) "
@@ -288,19 +286,19 @@ class LieRotaryEmbedding(nn.Module):
         layers = [self._projections(*given) for given in (("q_proj", q_proj), ("k_proj", k_proj))]
         check_foldable([projection for projections in layers for projection in projections])
         if self.order is not None:
-            if config.head_dim < self.head_dim and isinstance(encoding, EncodingInBasis):
+            if config.head_dim < self.head_dim and encoding.in_basis:
                 raise ValueError(
                     f"{self.head_dim - config.head_dim} channels of a head are never rotated, so no basis folds."
                 )
             for projection in (projection for projections in layers for projection in projections):
                 reorder_channels(projection, self.order)
-        elif not isinstance(encoding, EncodingInBasis):
+        elif not encoding.in_basis:
             # Rotations of planes of neighbouring channels have nothing to fold.
             return self
         self._set_order(None)
         self.config = copy.deepcopy(config)
         self.config.folded_grids = []
-        if isinstance(encoding, EncodingInBasis):
+        if encoding.in_basis:
             for projections, basis in zip(zip(*layers), encoding.bases()):
                 fold_into(projections, basis)
             self.encoding = build_encoding(self.config, self.num_axes).to(encoding.generators.device)

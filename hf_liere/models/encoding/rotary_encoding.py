@@ -1,71 +1,47 @@
 """The base of all rotary encodings: parameters, starting values, and the rotations of every layer."""
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
-from torch import nn
 from transformers import initialization as init
 from transformers.utils import logging
 
-from ..rotation.accumulation import RotationAccumulation
-from ..rotation.closed_forms import plane_rotations
+from ..rotation.bases import skew
+from ..rotation.closed_forms import CLOSED_FORMS, plane_rotations
 from ..rotation.dispatch import values_are_unknown, working_dtype
-from ..rotation.exponential import layer_block_rotations, skew, skew_entries
+from ..rotation.exponential import layer_block_rotations
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
-from ..rotation.rotation import BlockRotation, PlaneRotation, RoundedPlaneRotation
+from ..rotation.learned_rotations import LearnedRotations
+from ..rotation.rotation import BlockRotation, PlaneRotation
 from ..rotation.scaling_and_squaring import Rays
-from ..rotation.spins import representation
-from .batch_positions import GroupedPositions
-from .positions import GridPositions, TokenPositions
+from .encoding_traits import FREQUENCIES
+from .positions import GridPositions, GroupedPositions, TokenPositions
 from .rotation_cache import RotationCache
-from .starting_values import FREQUENCIES
 
 
 logger = logging.get_logger(__name__)
 
 Kind = TypeVar("Kind", bound=Rotation)
 ALL_LAYERS = slice(None)
-# All layers at once need fewer calls, but rotations of LieRE64 for ViT-B at 3,136 tokens take 7.4 GB.
-ALL_LAYERS_BYTES = 1 << 30
 
 
-class LearnedRotations(nn.Module):
-    """Parameters of rotations, which must not be rounded to half types; `config` names the encoding."""
+@FREQUENCIES.offer("frequencies")
+def geometric_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
+    """
+    RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head form one group per axis, plane i of q in a group
+    rotates with θ^(−i/q), and the groups' directions are random and orthonormal, drawn for every layer and head.
 
-    def __init__(self):
-        super().__init__()
-        # The type of the model, which fixed rotations have no parameter to show.
-        self.model_dtype = torch.get_default_dtype()
-
-    @staticmethod
-    def new_parameter(*shape: int) -> nn.Parameter:
-        """In the default dtype, but at least float32: rounded generators rotate distant patches wrongly."""
-        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LearnedRotations":
-        before = {parameter.dtype for parameter in self.parameters()}
-        result = super()._apply(fn, recurse)
-        self.model_dtype = fn(torch.empty(0, dtype=self.model_dtype, device="cpu")).dtype
-        rounded = ({parameter.dtype for parameter in self.parameters()} - before) & {torch.float16, torch.bfloat16}
-        if rounded:
-            logger.warning_once(
-                f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
-                "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: from_pretrained(…, "
-                "dtype=…) does so for models and autocast in training. Layers in float32 take queries of every type."
-            )
-        return result
-
-    @property
-    def rotation_dtype(self) -> torch.dtype:
-        """
-        float64 for float64 parameters, or, without parameters, in a model of float64; else float32. Attention casts
-        rotations when it applies them.
-        """
-        dtypes = {parameter.dtype for parameter in self.parameters()} or {self.model_dtype}
-        return torch.float64 if torch.float64 in dtypes else torch.float32
+    Returns:
+        (A, layers, heads, planes).
+    """
+    group_size = math.ceil(planes / num_axes)
+    plane = torch.arange(planes)  # (planes,)
+    magnitudes = config.rope_theta ** -((plane % group_size) / group_size)  # (planes,)
+    # torch has no QR decomposition of half types. (layers, heads, A, A)
+    directions, _ = torch.linalg.qr(torch.randn(layers, heads, num_axes, num_axes, dtype=torch.float32))
+    return (directions[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)
 
 
 class RotaryEncoding(LearnedRotations):
@@ -79,6 +55,9 @@ class RotaryEncoding(LearnedRotations):
         config: A [`LieREConfig`] whose `position_encoding` is rotary.
         num_axes: Number A of axes of a position.
     """
+
+    # Whether rotations act in bases that fold into weights, see [`commuting_encodings.EncodingInBasis`].
+    in_basis = False
 
     def __init__(self, config, num_axes: int):
         super().__init__()
@@ -94,7 +73,7 @@ class RotaryEncoding(LearnedRotations):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
-        Free entries of the generators, see [`exponential.skew`]: (A, layers or 1, heads or 1, blocks, b(b−1)/2), on
+        Free entries of the generators, see [`bases.skew`]: (A, layers or 1, heads or 1, blocks, b(b−1)/2), on
         `device` unless they are parameters.
         """
         raise NotImplementedError
@@ -273,6 +252,29 @@ class RotaryEncoding(LearnedRotations):
         shape = (-1, *[1] * (self.generators.ndim - 1))
         return {"generators": self.generators * factors.to(self.generators).view(shape)}
 
+    @staticmethod
+    def closed_forms(config) -> list:
+        """What computes the blocks of a configuration without a general exponential."""
+        return [form for size, form in CLOSED_FORMS.items() if size == config.block_size]
+
+    @classmethod
+    def folded_class(cls, config) -> "type[RotaryEncoding]":
+        """The class for a folded model: this one if its rotations cost only cos and sin."""
+        return cls
+
+    @classmethod
+    def rounded_class(cls, config) -> "type[RotaryEncoding]":
+        """
+        The class for `round_angles`.
+
+        Raises:
+            ValueError: if the encoding has none.
+        """
+        raise ValueError(
+            f"round_angles=True is for planes, not for {config.position_encoding} with block_size={config.block_size}; "
+            "accepted: rope_mixed, and liere with block_size=2."
+        )
+
     def plane_basis(self, device: torch.device) -> torch.Tensor | None:
         """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
         return None
@@ -284,95 +286,3 @@ class RotaryEncoding(LearnedRotations):
         entries = frequencies.new_zeros(*frequencies.shape[:-1], self.num_blocks, self.num_entries)
         entries[..., in_plane] = frequencies.unflatten(-1, (self.num_blocks, self.block_size // 2))
         return entries
-
-
-class LieRE(RotaryEncoding):
-    """
-    Free generators for every axis (LieRE §4). With `block_size` 2 this is RoPE-Mixed (LieRE §5.4), which differs only
-    in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
-
-    Attributes:
-        generators: (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
-            285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
-        self.generators = self.new_parameter(*shape)
-        self.rotation_accumulation = RotationAccumulation()
-
-    def entries(self, device: torch.device) -> torch.Tensor:
-        return self.generators
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if self.config.rotary_init != "so3":
-            super().reset_parameters()
-            return
-        entries = skew_entries(representation(self.config.spins)).to(self.generators)  # (3, b(b−1)/2)
-        init.copy_(self.generators, entries[:, None, None, None].expand_as(self.generators))
-
-    def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"generators": entries}
-
-    def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
-        # Each group may be a grid, which has multiples of positions and a place in the cache.
-        return [self.forward(group, dtype) for group in groups]
-
-    def layer_rotations(
-        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
-    ) -> Iterable[Rotation]:
-        """
-        On a grid that starts at zero or has its middle there, rotations at multiples of a position are powers, and
-        those at its negative multiples their transposes, see `scaling_and_squaring.Rays`.
-        Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
-        """
-        settled, rays, key = positions.settle(), None, None
-        placed = settled.locate()
-        entries = self.entries(placed.coordinates.device)  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
-        num_layers = entries[:, layers].shape[1]
-        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
-        at_once = num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES
-        if isinstance(settled, GridPositions):
-            rays = settled.facts.rays
-            key = (settled.facts, layers.start, dtype, self.rotation_dtype) if at_once else None
-
-        # Graphs of torch 2.9 cannot evaluate this annotation on Python 3.10.
-        def compute(entries: torch.Tensor) -> "Iterable[Rotation]":
-            chosen = entries[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
-            if at_once:
-                return self.rotations_from(placed, chosen, dtype, rays)
-            # Copies, because frameworks that shard parameters free them when this module returns.
-            parts = [part.clone() for part in chosen.split(1, dim=1)]
-            return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
-
-        # Replicas of `DataParallel` share the accumulation and have no parameters.
-        return self.rotation_accumulation.rotations(key, entries, compute) if self._parameters else compute(entries)
-
-
-class RoundedPlanes(LieRE):
-    """
-    Planes whose angles, cosines and sines are rounded to float32, as those of most rotary modules: with their
-    frequencies, the same bits. Angles of RoPE-Mixed are p_1 f_1 + p_2 f_2 + … in this order.
-    """
-
-    def __init__(self, config, num_axes: int):
-        if config.position_encoding not in ("rope_mixed", "liere") or config.block_size != 2:
-            raise ValueError(
-                f"round_angles=True is for planes, not for {config.position_encoding} with block_size="
-                f"{config.block_size}; accepted: rope_mixed, and liere with block_size=2."
-            )
-        super().__init__(config, num_axes)
-
-    def rotations_from(
-        self, positions: TokenPositions, entries: torch.Tensor, dtype: torch.dtype | None, rays: Rays | None = None
-    ) -> list[Rotation]:
-        coordinates = positions.coordinates.float().reshape(-1, self.num_axes)  # (B · N, A)
-        rotations: list[Rotation] = []
-        for layer in entries.squeeze(-1).float().unbind(1):  # (A, heads, planes)
-            products = (p.unsqueeze(-1) * f.flatten() for p, f in zip(coordinates.unbind(-1), layer))
-            angles = functools.reduce(torch.add, products)  # (B · N, H · planes)
-            planes = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (B · N, H · planes, 2)
-            rotations.append(RoundedPlaneRotation(self.to_tokens(planes, positions, layer.shape[1])))
-        return self.repeat_for_layers(rotations)

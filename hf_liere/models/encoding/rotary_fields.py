@@ -5,12 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from huggingface_hub.dataclasses import strict, validated_field
+from huggingface_hub.dataclasses import validated_field
 
 from .encoding_traits import (
     ANY,
+    AXIAL,
+    ENCODING_CLASSES,
     ENCODING_TRAITS,
+    FREQUENCIES,
     OWN_FIELDS,
+    SPECTRA,
     SPINS,
     accepted_inits,
     check_encoding,
@@ -153,6 +157,14 @@ class RotaryFields:
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
+    def parts(self) -> list:
+        """As [`saved_code.SavesItsCode.parts`]: the encoding, and its start if that has frequencies."""
+        if traits_of(self) is None:
+            return []
+        starts = [FREQUENCIES[self.rotary_init]] if self.rotary_init in (*SPECTRA, AXIAL) else []
+        encoding = ENCODING_CLASSES[self.position_encoding]
+        return [encoding, *encoding.closed_forms(self), *starts]
+
     def _fill_in_spins(self) -> None:
         if self.spins is None:
             self.block_size = self.block_size or min(SPINS)
@@ -210,35 +222,6 @@ class GridFields:
             self.coordinates = traits.coordinates
 
 
-@strict
-@dataclass
-class EncodingConfig(RotaryFields):
-    """
-    Configuration of a [`RotaryEncoding`] outside of our models. See [`RotaryFields`] for the other fields.
-
-    Args:
-        num_axes: Number A of axes of a position.
-        num_hidden_layers, num_attention_heads, head_dim: Sizes of the attention whose keys are rotated.
-        folded_grids, round_angles: See [`LieREConfig`] and [`LieRotaryEmbedding`].
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
-    """
-
-    num_axes: int = 2
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    head_dim: int = 64
-    folded_grids: list[list[int]] | None = None
-    round_angles: bool = False
-
-    def __post_init__(self):
-        self.fill_in_rotations()
-
-    def validate_rotations(self):
-        check_rotations(self)
-
-
 def check_ranges(config, ranges: tuple[tuple[tuple[str, ...], Callable, str], ...]) -> None:
     """Raises `ValueError` for a value out of range, see `RANGES`."""
     for names, is_accepted, accepted in ranges:
@@ -270,6 +253,7 @@ def check_rotations(config) -> None:
     if config.position_encoding in ENCODING_TRAITS:
         _check_block_size(config)
         _check_rotary_init(config)
+        config.parts()
         if config.folded_grids is not None:
             _check_folding(config)
 
@@ -397,3 +381,11 @@ def _check_folding(config) -> None:
     for grid in grids:
         if len(grid) != config.num_axes or any(size < 1 for size in grid):
             raise ValueError(f"folded_grids: {grid} must be {config.num_axes} numbers of patches, one per axis.")
+
+
+def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    """(height, width) of the field `name`, from one or two integers. Raises `ValueError` for other values."""
+    sides = (value, value) if isinstance(value, int) else tuple(value)
+    if len(sides) != 2:
+        raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
+    return sides

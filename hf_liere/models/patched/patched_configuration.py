@@ -41,6 +41,7 @@ class RotaryConfigMixin(SavesPoseAttention):
 
     # The part for images of a configuration with several is another class.
     base_config_key = ""
+    code_file = "modeling_patched"
     # Names of configurations in this one whose models contain rotations.
     rotary_parts: tuple[str, ...] = ()
     _default_patch: dict[str, str] = {}
@@ -50,6 +51,12 @@ class RotaryConfigMixin(SavesPoseAttention):
         self.rotary_patch = RotaryPatchConfig.from_dict(self.rotary_patch or self._default_patch).to_dict()
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
+
+    def parts(self) -> list:
+        patch = self.rotary_patch or {}
+        # Parts that are patched differently are saved, but cannot be loaded as one model.
+        patches = patch.get("different_patches_of_parts", {"": patch})
+        return [part for each in patches.values() for part in RotaryPatchConfig.from_dict(each).parts()]
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:

@@ -19,9 +19,9 @@ from transformers.modeling_utils import AttentionInterface
 from ..encoding.displacements import draw_displacements
 from ..encoding.encoding_traits import rotated_prefix
 from ..encoding.positions import TokenPositions
+from ..encoding.rotary_fields import pair
 from ..rotation.dispatch import product_dtype, working_dtype
 from ..rotation.grouped_rotation import Rotation
-from ..transformer.configuration_liere import pair
 from ..transformer.pose_arguments import find_attention
 from .module_inspection import View, takes
 from .tower_patch import thread

@@ -4,6 +4,7 @@ rotation, b/2 planes in a block of b channels.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,14 +15,26 @@ from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..encoding.starting_values import order_planes
 from ..rotation.dispatch import product_dtype
 from ..rotation.model_basis import rotate_one, rotate_pair
+from ..rotation.rotation import TokenRotation
 from .attention_probe import Probe
 from .coordinate_probe import frequency_buffers, read_frequencies
-from .pretrained_rope import PretrainedRope, TokensRotation
+from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeTower
 from .rope_pairs import find_pairs
 from .state_makers import RotatedChannels, find_makers
+from .tower_patch import PRETRAINED
 
 
+@dataclass(frozen=True)
+class TokensRotation:
+    """The rotation of the queries and keys of an attention module, and their numbers of samples and tokens."""
+
+    rotation: TokenRotation
+    samples: int
+    tokens: int
+
+
+@PRETRAINED.offer("blocks")
 class PretrainedBlocks(PretrainedRope):
     """
     R(p) = exp(Σ_a p_a A_a) of every key head and layer, on channels that are reordered so that blocks are contiguous.
@@ -33,6 +46,8 @@ class PretrainedBlocks(PretrainedRope):
         makers: By attention module, by name of a module inside that makes queries or keys, and by its call, the index
             of its [`RotatedChannels`].
     """
+
+    rotates_states = True
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)

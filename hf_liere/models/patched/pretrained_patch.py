@@ -20,11 +20,10 @@ from ..transformer.pose_arguments import find_attention
 from .attention_probe import Probe
 from .coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
 from .module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
-from .pretrained_blocks import PretrainedBlocks
-from .pretrained_rope import NO_COS, PretrainedPlanes
+from .pretrained_rope import NO_COS, PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
 from .rope_pairs import choose_rotating_layers, find_key_sources
-from .tower_patch import OutputHooks, TowerPatch, TowerPlan, detach, thread
+from .tower_patch import PLANS, PRETRAINED, OutputHooks, TowerPatch, TowerPlan, detach, thread
 
 
 @dataclass
@@ -68,7 +67,7 @@ class RopePatch(TowerPatch[RopeTower]):
                 hook = partial(replace_cos_sin, module, name)
                 self.handles.append(module.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for layer, (_, attention) in enumerate(tower.attentions):
-            names, has_blocks = tuple(forward_arguments(attention)), isinstance(encoding, PretrainedBlocks)
+            names, has_blocks = tuple(forward_arguments(attention)), encoding.rotates_states
             indexers = find_indexers(attention)
             if inner[layer]:
                 hook = partial(rotate_inside, module, layer)
@@ -106,6 +105,7 @@ def _round_to_digits(values: list[float]) -> tuple[float, ...]:
     return tuple(float(f"{value:.5g}") for value in values)
 
 
+@PLANS.offer("models with RoPE")
 def plan_rope(model: nn.Module, config) -> list[TowerPlan[RopeTower]]:
     """
     Args:
@@ -118,8 +118,8 @@ def plan_rope(model: nn.Module, config) -> list[TowerPlan[RopeTower]]:
     # Report what does not fit before the model is changed.
     for planned in plans:
         encoding = planned.build_encoding()
-        if isinstance(encoding, PretrainedBlocks):
-            check_start(planned, encoding)
+        if encoding.rotates_states:
+            check_planned_start(planned, encoding)
     return plans
 
 
@@ -132,11 +132,10 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
             f"position_encoding={config.position_encoding!r}: {tower.label} rotates with one axis, and a product of "
             "one factor rotates planes in a basis, as cayley_string does; accepted: cayley_string, liere and others."
         )
-    if rotary_traits(config).pretrained == "planes":
-        build = partial(PretrainedPlanes, tower, layers, config)
-    else:
+    kind = PRETRAINED[rotary_traits(config).pretrained]
+    if kind.rotates_states:
         refuse_blocks(tower)
-        build = partial(PretrainedBlocks, tower, layers, config)
+    build = partial(kind, tower, layers, config)
     return TowerPlan(tower, RopePatch(config, tower.attention_names(layers), tower.distinct_layouts), build)
 
 
@@ -164,7 +163,7 @@ def refuse_blocks(tower: RopeTower) -> None:
             )
 
 
-def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> None:
+def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope) -> None:
     """
     Compare the queries and keys of an attention module of every shape under the model's rotation and under the one that
     starts there.

@@ -4,32 +4,22 @@ planes that rotate with the pretrained frequencies ω. `pretrained_patch` attach
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..encoding.rotary_encoding import LearnedRotations
-from ..rotation.rotation import TokenRotation
+from ..rotation.learned_rotations import LearnedRotations
 from .coordinate_probe import CoordinateProbe, read_frequencies
 from .rope_layout import RopeLayout, RopeTower
+from .tower_patch import PRETRAINED
 
 
 # Larger than any cos, with or without a factor.
 NO_COS = 1024.0
 # (…, N, D) cos and sin, or cos + i sin.
 PositionEmbeddings: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
-
-
-@dataclass(frozen=True)
-class TokensRotation:
-    """The rotation of the queries and keys of an attention module, and their numbers of samples and tokens."""
-
-    rotation: TokenRotation
-    samples: int
-    tokens: int
 
 
 class RopePlanes(nn.Module):
@@ -90,6 +80,9 @@ class PretrainedRope(LearnedRotations):
         rows: For the same modules, the name of the parameters of their group, and their row there if layers have
             separate ones; see [`group_layers`].
     """
+
+    # Whether queries and keys are rotated where they are made, instead of by cos and sin.
+    rotates_states = False
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__()
@@ -152,7 +145,7 @@ class PretrainedRope(LearnedRotations):
         coordinates: torch.Tensor,
         rope: nn.Module,
         states: torch.Tensor,
-    ) -> tuple[PositionEmbeddings, TokensRotation | None]:
+    ) -> tuple[PositionEmbeddings, Any]:
         """
         The rotations of an attention module: the model's own where they are not learned.
 
@@ -175,7 +168,7 @@ class PretrainedRope(LearnedRotations):
         frequencies = self.scale_frequencies(layer, frequencies) if learns else frequencies
         return planes(coordinates, frequencies.to(coordinates.device), dtype), None
 
-    def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation | None:
+    def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> Any:
         """What rotates the queries and keys of a layer that learns; `None` leaves it to cos and sin."""
         return None
 
@@ -189,6 +182,7 @@ class PretrainedRope(LearnedRotations):
             part.reset_parameters()
 
 
+@PRETRAINED.offer("planes")
 class PretrainedPlanes(PretrainedRope):
     """
     RoPE with learned frequencies in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.

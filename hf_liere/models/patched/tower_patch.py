@@ -1,6 +1,6 @@
 """
-The patch of one tower, of either kind: the plan that is checked before the model is modified, and the state that the
-forward pass reads. `rotary_patch` makes those of vision towers, `pretrained_patch` those of models with RoPE.
+The patch of one tower, of any kind: the plan that is checked before the model is modified, and the state that the
+forward pass reads. `vision_patch` makes those of vision towers, `pretrained_patch` those of models with RoPE.
 """
 
 import threading
@@ -10,11 +10,16 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from ..saved_code import Parts
 from .module_inspection import device_of, projections
 
 
 # The state of a running forward pass belongs to its thread, never to a module.
 thread = threading.local()
+# What plans the patches of a kind of towers: (model, RotaryPatchConfig) → plans.
+PLANS = Parts("the patch of")
+# Rotations that start at those of a pretrained RoPE, as `EncodingTraits.pretrained` names them.
+PRETRAINED = Parts("the learned")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..transformer.configuration_liere import pair
+from ..encoding.rotary_fields import pair
 from .module_inspection import names_in_forward, takes
 from .tower_patch import AttentionTower
 

@@ -77,6 +77,7 @@ def accumulate_rotations(model: nn.Module, *, sync_gradients: bool) -> Iterator[
     with contextlib.ExitStack() as contexts:
         for module in model.modules():
             if hasattr(module, "rotation_accumulation"):
+                module.rotation_accumulation = module.rotation_accumulation or RotationAccumulation()
                 own = list(module.parameters())
                 contexts.enter_context(module.rotation_accumulation.micro_batch(not sync_gradients, own))
         yield

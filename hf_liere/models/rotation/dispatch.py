@@ -17,9 +17,8 @@ from transformers.utils.generic import maybe_autocast
 from .differentiation import differentiable_function
 
 
-PACKAGE = __name__.rpartition(".")[0]
-# Copies of this file beside checkpoints register the same operators under other names.
-NAMESPACE = "hf_liere" if PACKAGE == "hf_liere.models.rotation" else re.sub(r"\W", "_", PACKAGE)
+# Copies of this code beside checkpoints register the same operators under other names.
+NAMESPACE = "hf_liere" if __name__.startswith("hf_liere.") else re.sub(r"\W", "_", __name__)
 # In torch 2.9 `is_exporting()` is also true under torch.compile.
 KNOWS_EXPORT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > (2, 9)
 # Operator → the function that computes it.
@@ -152,7 +151,9 @@ def operator(
                 return function(*arguments)
 
         def map_elements(info, dims, *arguments):
-            elements = ([_select(x, dim, index) for x, dim in zip(arguments, dims)] for index in range(info.batch_size))
+            elements = (
+                [_select_element(x, dim, index) for x, dim in zip(arguments, dims)] for index in range(info.batch_size)
+            )
             results = [custom(*element) for element in elements]
             if isinstance(results[0], torch.Tensor):
                 return torch.stack(results), 0
@@ -183,8 +184,8 @@ def operator(
     return register
 
 
-def _select(argument, dim, index: int):
+def _select_element(argument, dim, index: int):
     """One element of an argument that `vmap` maps over `dim`."""
     if isinstance(argument, (list, tuple)):
-        return argument if dim is None else [_select(x, d, index) for x, d in zip(argument, dim)]
+        return argument if dim is None else [_select_element(x, d, index) for x, d in zip(argument, dim)]
     return argument if dim is None else argument.select(dim, index)

@@ -1,8 +1,8 @@
-"""Generators, and the rotations of dense blocks that they generate: the matrix exponential."""
+"""The rotations of dense blocks that generators generate: the matrix exponential."""
 
 import torch
 
-from .closed_forms import has_closed_form, quaternion_rotations
+from .closed_forms import CLOSED_FORMS, has_closed_form
 from .dispatch import in_portable_graph, operator, values_are_unknown
 from .exponential_gradient import ARGUMENTS, block_rotations_backward, ray_tokens
 from .scaling_and_squaring import (
@@ -15,39 +15,6 @@ from .scaling_and_squaring import (
     ray_rotations,
     ray_squarings,
 )
-
-
-def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:
-    """
-    Skew-symmetric matrices from their free entries.
-
-    A[j, i] = −A[i, j] = the entry of the pair i < j, pairs in row-major order (0,1), (0,2), …; so for b = 2 the entry
-    is the angular frequency of a counter-clockwise rotation, as in RoPE.
-
-    Args:
-        entries: (…, b(b−1)/2).
-
-    Returns:
-        (…, b, b).
-
-    Raises:
-        ValueError: if the number of entries is not b(b−1)/2.
-    """
-    found, needed = entries.shape[-1], block_size * (block_size - 1) // 2
-    if found != needed:
-        raise ValueError(
-            f"{found} entries do not make a skew-symmetric matrix of size {block_size}, which has {needed}."
-        )
-    row, column = torch.triu_indices(block_size, block_size, offset=1, device=entries.device)  # (b(b−1)/2,) each
-    lower = entries.new_zeros(*entries.shape[:-1], block_size, block_size)  # (…, b, b)
-    lower[..., column, row] = entries
-    return lower - lower.transpose(-1, -2)
-
-
-def skew_entries(matrices: torch.Tensor) -> torch.Tensor:
-    """Free entries of skew-symmetric (…, b, b) matrices, the inverse of [`skew`]: (…, b(b−1)/2)."""
-    row, column = torch.triu_indices(matrices.shape[-1], matrices.shape[-1], offset=1, device=matrices.device)
-    return matrices[..., column, row]
 
 
 def block_rotations(
@@ -87,8 +54,10 @@ def layer_block_rotations(
     query_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """[`block_rotations`] of (A, G, K, b, b) generators, as a (P, K, b, b) tensor for each of the G."""
-    if has_closed_form(generators.shape[-1]):
-        return list(quaternion_rotations(positions, generators, dtype))
+    if has_closed_form(size := generators.shape[-1]):
+        if (rotate := CLOSED_FORMS[size]) is None:
+            raise ValueError(f"block_size={size} is not in the code of this checkpoint; install hf_liere.")
+        return list(rotate(positions, generators, dtype))
     if in_portable_graph():
         return portable_rotations(positions, generators, dtype)
     grid, num_prefix_tokens, centred = rays or (None, 0, False)

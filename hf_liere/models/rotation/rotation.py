@@ -19,7 +19,7 @@ from .dispatch import in_portable_graph, operator
 from .rotation_gradients import rotate_blocks_backward, rotate_planes_backward
 
 
-States = TypeVar("States", torch.Tensor, None, torch.Tensor | None)
+OneOrNone = TypeVar("OneOrNone", torch.Tensor, None, torch.Tensor | None)
 
 
 class PlaneRotation(NamedTuple):
@@ -298,7 +298,7 @@ def _select(values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return gather_tokens(values.transpose(1, 2), kept).transpose(1, 2)
 
 
-def gather_tokens(states: States, kept: torch.Tensor) -> States:
+def gather_tokens(states: OneOrNone, kept: torch.Tensor) -> OneOrNone:
     """(1 or B, N, …) values of tokens → those of the tokens (B, kept) of every sample, (B, kept, …)."""
     if states is None:
         return None

@@ -10,10 +10,10 @@ from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
 
 from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix, rotated_prefix
-from ..encoding.rotary_fields import GridFields, RotaryFields
+from ..encoding.rotary_fields import GridFields, RotaryFields, pair
 from .foreign_names import FOREIGN_NAMES, find_field, is_known
 from .pose_arguments import SavesPoseAttention
-from .validation import FORMAT_VERSION, check_architecture, check_pixels, check_tokens
+from .validation import FORMAT_VERSION, check_architecture, check_pixels
 
 
 logger = logging.get_logger(__name__)
@@ -271,7 +271,7 @@ class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
     reshape_hidden_states: bool = True
 
     _auto_map = {
-        "AutoConfig": "configuration_liere.LieREViTConfig",
+        "AutoConfig": "modeling_liere.LieREViTConfig",
         "AutoModel": "modeling_liere.LieREViTModel",
         "AutoModelForImageClassification": "modeling_liere.LieREViTForImageClassification",
         "AutoModelForMaskedImageModeling": "modeling_liere.LieREViTForMaskedImageModeling",
@@ -316,9 +316,9 @@ class LieREVideoConfig(LieREPixelConfig):
     tubelet_size: int = 2
 
     _auto_map = {
-        "AutoConfig": "configuration_liere.LieREVideoConfig",
-        "AutoModel": "modeling_liere_video.LieREVideoModel",
-        "AutoModelForVideoClassification": "modeling_liere_video.LieREVideoForVideoClassification",
+        "AutoConfig": "modeling_liere.LieREVideoConfig",
+        "AutoModel": "modeling_liere.LieREVideoModel",
+        "AutoModelForVideoClassification": "modeling_liere.LieREVideoForVideoClassification",
     }
 
     @property
@@ -328,72 +328,3 @@ class LieREVideoConfig(LieREPixelConfig):
     @property
     def input_shape(self) -> tuple[int, ...]:
         return (self.num_frames, *pair("image_size", self.image_size))
-
-
-@strict
-class LieRETokensConfig(LieREConfig):
-    r"""
-    Configuration of the models of tokens with positions: points, steps of a series, detections, patches of any origin.
-    See [`LieREConfig`] for the transformer and its position encoding.
-
-    `position_encoding="absolute"` is a table that is read at coordinates and needs `position_table_size`. For the
-    indices 0 … n − 1 of a series, `position_table_size=[n]` with `position_scale=1 / (n - 1)` has one entry per index.
-
-    ```python
-    from hf_liere import LieRETokensConfig
-
-    # Points in a room of 10 m with three features each: coordinates from 0 to 1.
-    config = LieRETokensConfig(feature_size=3, num_axes=3, position_encoding="liere", block_size=8, position_scale=0.1)
-    ```
-
-    Args:
-        feature_size (`int`, defaults to 1): Number of features of a token.
-        num_axes (`int`, defaults to 1): Number of axes of a position, 1 … 6.
-        position_origin (`float` or `list[float]`, defaults to 0.0): See `position_scale`.
-        position_scale (`float` or `list[float]`, defaults to 1.0):
-            The encoding's coordinates are (positions − origin) · scale, with one number for all axes or one per axis.
-            The initial generators of LieRE and ComRoPE suit coordinates from 0 to 1, those of RoPE and STRING
-            coordinates that count tokens; a table is read from 0 to 1.
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
-    """
-
-    model_type = "liere_tokens"
-
-    feature_size: int = 1
-    num_axes: int = 1
-    position_origin: float | int | list[float | int] | tuple[float | int, ...] = 0.0
-    position_scale: float | int | list[float | int] | tuple[float | int, ...] = 1.0
-
-    _auto_map = {
-        "AutoConfig": "configuration_liere.LieRETokensConfig",
-        "AutoModel": "modeling_liere_tokens.LieRETokensModel",
-        "AutoModelForSequenceClassification": "modeling_liere_tokens.LieRETokensForSequenceClassification",
-        "AutoModelForTokenClassification": "modeling_liere_tokens.LieRETokensForTokenClassification",
-    }
-
-    def by_axis(self, name: str) -> tuple[float, ...]:
-        """`position_origin` or `position_scale` of each axis."""
-        value = getattr(self, name)
-        return (value,) * self.num_axes if isinstance(value, (int, float)) else tuple(value)
-
-    def validate_architecture(self):
-        """As [`LieREConfig.validate_architecture`]."""
-        check_architecture(self)
-        check_tokens(self)
-        others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
-        others -= {field.name for field in dataclasses.fields(self)}
-        if refused := sorted(name for name in others if hasattr(self, name)):
-            raise ValueError(
-                f"{', '.join(refused)}: fields of images and videos have no meaning for tokens, which have "
-                "feature_size, num_axes, position_origin and position_scale."
-            )
-
-
-def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
-    """(height, width) of the field `name`, from one or two integers. Raises `ValueError` for other values."""
-    sides = (value, value) if isinstance(value, int) else tuple(value)
-    if len(sides) != 2:
-        raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
-    return sides

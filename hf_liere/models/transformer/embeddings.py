@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..encoding.batch_positions import GroupedPositions
-from ..encoding.given_positions import require_tensors
-from ..encoding.positions import TokenPositions, patch_indices
+from ..encoding.placement import require_tensors
+from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
 from ..rotation.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig
 from .patch_batches import cut_patches

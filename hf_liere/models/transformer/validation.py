@@ -2,7 +2,7 @@
 
 from transformers.activations import ACT2FN
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, TRAINING_ONLY, needs_exponential
+from ..encoding.encoding_traits import ENCODING_TRAITS, TRAINING_ONLY
 from ..encoding.rotary_fields import (
     AT_LEAST_ONE,
     FACTORS,
@@ -25,7 +25,7 @@ DROPPED = (
 )
 SIZES = ("hidden_size", "intermediate_size", "num_channels", "feature_size", "classifier_hidden_size")
 # Fields, predicate and wording of the error, as in [`rotary_fields.RANGES`].
-RANGES = (
+ARCHITECTURE_RANGES = (
     (SIZES, *AT_LEAST_ONE),
     (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
     (DROPPED, *SHARE),
@@ -45,7 +45,7 @@ def check_architecture(config) -> None:
     """
     check_format_version(config.format_version, FORMAT_VERSION)
     check_names(config)
-    check_ranges(config, RANGES)
+    check_ranges(config, ARCHITECTURE_RANGES)
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act={config.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")
     _check_shapes(config)
@@ -128,44 +128,6 @@ def _check_physical_unit(config) -> None:
         raise ValueError(
             f"coordinates='physical' need physical_unit, not {unit}: the length that counts as 1, one positive number "
             f"or {axes}, such as the extents of a training input in mm."
-        )
-
-
-def check_tokens(config) -> None:
-    """
-    Args:
-        config: A [`LieRETokensConfig`] that [`check_architecture`] accepts.
-
-    Raises:
-        ValueError: if the fields of positions contradict the encoding or each other.
-    """
-    for name, lowest, accepted in (("position_origin", -FLOAT32_MAX, ""), ("position_scale", 0, " above 0")):
-        values = config.by_axis(name)
-        if len(values) != config.num_axes or not all(lowest < value <= FLOAT32_MAX for value in values):
-            raise ValueError(
-                f"{name}={getattr(config, name)} must be one number{accepted} that is finite in float32, or "
-                f"{config.num_axes} of them, one per axis."
-            )
-    if config.use_absolute_position_embeddings and config.position_table_size is None:
-        raise ValueError(
-            "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
-            f"position_encoding='absolute' implies, needs position_table_size, {config.num_axes} numbers of entries, "
-            "one per axis, of a table that is read at coordinates from 0 to 1."
-        )
-    for name, unused in (("position_origin", 0), ("position_scale", 1)):
-        if not config.uses_positions and any(value != unused for value in config.by_axis(name)):
-            raise ValueError(
-                f"{name}={getattr(config, name)} would do nothing with position_encoding={config.position_encoding!r}."
-            )
-        if config.rotary_init == "so3" and any(value != unused for value in config.by_axis(name)):
-            raise ValueError(
-                f"{name}={getattr(config, name)}: with rotary_init='so3' positions are rotation vectors, which cannot "
-                f"be moved or scaled: [sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
-            )
-    if config.folded_grids is not None and needs_exponential(config):
-        raise ValueError(
-            f"folded_grids={config.folded_grids}: {config.position_encoding} with block_size="
-            f"{config.block_size} has constant rotations for grids only, and tokens have no grid; accepted: None."
         )
 
 

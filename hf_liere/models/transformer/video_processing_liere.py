@@ -15,6 +15,9 @@ class LieREVideoProcessor(SavesItsCode, VideoMAEVideoProcessor):
     decoder of transformers needs torchcodec and the system's ffmpeg.
     """
 
+    code_file = "video_processing_liere"
+    settings_file = "video_preprocessor_config.json"
+
     def __init__(self, **kwargs):
         super().__init__(**{"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}, **kwargs})
 

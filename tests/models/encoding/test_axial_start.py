@@ -11,7 +11,7 @@ from hf_liere.inspection.analysis import analyse
 from hf_liere.inspection.encodings import generator_matrices
 from hf_liere.inspection.report import describe_start
 from hf_liere.models.encoding.folding import build_encoding
-from hf_liere.models.encoding.placement import place_grid
+from hf_liere.models.encoding.placement import place_patches
 
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
@@ -42,7 +42,7 @@ def image_config(**fields):
 def dense_rotations(config):
     """(P + N, D, D) rotations of the first head in the last layer, for the training grid."""
     encoding = build_encoding(config, config.num_axes)
-    rotation = list(encoding(place_grid(config, config.train_grid, torch.device("cpu"))))[-1]
+    rotation = list(encoding(place_patches(config, config.train_grid, torch.device("cpu"))))[-1]
     return reference.dense(rotation, config.head_dim, config.num_attention_heads)[0, 0]
 
 
@@ -59,7 +59,7 @@ def axial_reference(config):
         **{**config.to_dict(), "position_encoding": "axial_rope", "rotary_init": None, "block_size": 2}
     )
     fixed.coordinates, fixed.rotate_prefix = "index", False
-    positions = place_grid(fixed, fixed.train_grid, torch.device("cpu")).coordinates
+    positions = place_patches(fixed, fixed.train_grid, torch.device("cpu")).coordinates
     return torch.stack([reference.head_rotation(each, {}, fixed, fixed.num_axes, 1, 0) for each in positions])
 
 
@@ -96,7 +96,7 @@ def test_patches_of_a_volume(coordinates, in_float64):
     if coordinates == "physical":
         # Inputs with an extent of one unit on every axis.
         config.coordinates, config.physical_unit = "unit", None
-    rotation = list(encoding(place_grid(config, config.train_grid, torch.device("cpu"))))[0]
+    rotation = list(encoding(place_patches(config, config.train_grid, torch.device("cpu"))))[0]
     found = reference.dense(rotation, 20, 2)[0, 0, 1:]
     expected = axial_reference(config)[1:]
     torch.testing.assert_close(found[0].T @ found, expected[0].T @ expected, rtol=0, atol=1e-12)

@@ -12,7 +12,7 @@ from encoding_cases import fields as fields_of
 
 import hf_liere
 from hf_liere.models.encoding import rotation_cache
-from hf_liere.models.encoding.encodings import ENCODING_CLASSES
+from hf_liere.models.encoding.encoding_traits import ENCODING_CLASSES
 from hf_liere.models.encoding.positions import TokenPositions
 
 

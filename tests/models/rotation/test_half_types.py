@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.rotation.bases import skew
 from hf_liere.models.rotation.dispatch import plain_operations
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.models.rotation.exponential import block_rotations
 from hf_liere.models.rotation.scaling_and_squaring import product_dtypes
 
 

@@ -5,9 +5,10 @@ import pytest
 import reference
 import torch
 
+from hf_liere.models.rotation.bases import skew
 from hf_liere.models.rotation.closed_forms import plane_rotations
 from hf_liere.models.rotation.dispatch import working_dtype
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.models.rotation.exponential import block_rotations
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

@@ -13,10 +13,12 @@ import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.rotation import closed_forms, exponential
-from hf_liere.models.rotation.closed_forms import has_closed_form, quaternion_rotations_backward
+from hf_liere.models.rotation.bases import skew
+from hf_liere.models.rotation.closed_forms import has_closed_form
 from hf_liere.models.rotation.dispatch import plain_operations
-from hf_liere.models.rotation.exponential import layer_block_rotations, skew
+from hf_liere.models.rotation.exponential import layer_block_rotations
 from hf_liere.models.rotation.exponential_gradient import block_rotations_backward
+from hf_liere.models.rotation.quaternions import quaternion_rotations_backward
 from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation, _rotate_blocks, _rotate_planes
 from hf_liere.models.rotation.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
 from hf_liere.models.rotation.scaling_and_squaring import Rays, num_saved

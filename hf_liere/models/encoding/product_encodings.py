@@ -1,4 +1,4 @@
-"""Rotary encodings whose rotations are computed in the basis of the model, and the table of all encodings."""
+"""Encodings whose rotations are products of exponentials, one for each axis."""
 
 from collections.abc import Iterable
 
@@ -6,60 +6,15 @@ import torch
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from ..rotation.dispatch import working_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
-from .commuting_encodings import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
+from .commuting_encodings import CayleyString
+from .encoding_traits import ENCODING_CLASSES
 from .positions import TokenPositions
-from .rotary_encoding import ALL_LAYERS, LieRE, RotaryEncoding
-from .starting_values import axial_frequencies, golden_gate_frequencies
+from .rotary_encoding import ALL_LAYERS, RotaryEncoding
 
 
-def fixed_scale(config) -> float:
-    """The factor of fixed frequencies."""
-    return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
-
-
-class AxialRoPE(RotaryEncoding):
-    """
-    RoPE on each axis separately, nothing learned (VisionLLaMA; RoPE-ViT §3.1): an axis has q = ⌊head_dim / 2A⌋ planes,
-    and plane i rotates with s θ^(−i/q); remaining channels are not rotated. The scale s is `rotary_init_scale`, 1 by
-    default.
-
-    `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`); with
-    `"heads"`, head h of H serves axis ⌊hA/H⌋ alone, with q = ⌊head_dim / 2⌋ (MHRoPE, arXiv 2510.23095). With
-    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) on any axis: in blocks, every axis has its
-    band of frequencies (Qwen2-VL's chunks); interleaved, every A-th frequency (Qwen3-VL). Those models also give axes
-    different numbers of planes, which is not supported here.
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        self.layers = 1
-        self.heads = config.num_attention_heads if config.axial_layout == "heads" else 1
-
-    def entries(self, device: torch.device) -> torch.Tensor:
-        frequencies = fixed_scale(self.config) * axial_frequencies(self.config, self.num_axes, device)
-        return frequencies[:, None, :, :, None]  # (A, 1, heads or 1, planes, 1)
-
-
-class GoldenGateRoPE(RotaryEncoding):
-    """
-    Planes with fixed frequencies of all axes, see [`golden_gate_frequencies`], times `rotary_init_scale`, 1 by default;
-    nothing is learned. Heads differ unless they are shared, layers do not. An odd last channel is not rotated.
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        self.layers = 1
-        # A buffer would be rounded with the model. Computed now, because ONNX lacks normal quantiles.
-        frequencies = golden_gate_frequencies(config, num_axes, 1, self.heads, self.num_blocks)
-        self.frequencies = fixed_scale(config) * frequencies  # (A, 1, heads or 1, planes)
-
-    def entries(self, device: torch.device) -> torch.Tensor:
-        return self.frequencies.to(working_dtype(device)).to(device).unsqueeze(-1)
-
-
+@ENCODING_CLASSES.offer("liere_product")
 class LieREProduct(CayleyString):
     """
     R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ: Cayley-STRING for every axis alone, each with a learned basis U_a. Rotations of
@@ -119,6 +74,7 @@ def inner_bases(bases: torch.Tensor) -> torch.Tensor:
     return bases[1:].transpose(-1, -2) @ bases[:-1]
 
 
+@ENCODING_CLASSES.offer("spherical_rope")
 class SphericalRoPE(RotaryEncoding):
     """
     Spherical RoPE ("A Circular Argument", arXiv 2511.08368): R(p) = R_z(ω₀ p₀) R_x(ω₁ p₁) in blocks of three channels,
@@ -177,17 +133,3 @@ class SphericalRoPE(RotaryEncoding):
             return
         magnitudes = self.config.rope_theta ** -(torch.arange(self.num_blocks) / self.num_blocks)
         init.copy_(self.generators, (magnitudes * self.config.rotary_init_scale).expand_as(self.generators))
-
-
-ENCODING_CLASSES = {
-    "axial_rope": AxialRoPE,
-    "golden_gate_rope": GoldenGateRoPE,
-    "rope_mixed": LieRE,
-    "liere": LieRE,
-    "comrope_ap": ComRoPEAxialPartition,
-    "comrope_ld": ComRoPELinearlyDependent,
-    "cayley_string": CayleyString,
-    "circulant_string": CirculantString,
-    "spherical_rope": SphericalRoPE,
-    "liere_product": LieREProduct,
-}

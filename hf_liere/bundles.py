@@ -1,0 +1,141 @@
+"""Makes the one file of code that is saved with a checkpoint, from the modules of `models` that it needs."""
+
+import ast
+import builtins
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .models.saved_code import MARK, MODELS
+from .version import __version__
+
+
+HEAD = f"{MARK}{__version__}; `pip install .` in a clone of it adds fast kernels and all encodings.\n"
+
+
+class Module(NamedTuple):
+    """
+    A file of `models`.
+
+    Attributes:
+        siblings: Names of the modules that it imports from `models`.
+        libraries: Its other imports, by the name that each binds.
+        statements: The names that each other statement binds, and its lines with the comments and space before.
+    """
+
+    path: Path
+    docstring: str
+    siblings: list[str]
+    libraries: dict[str, str]
+    statements: list[tuple[list[str], str]]
+
+
+def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> str:
+    """
+    The code of a checkpoint: the configuration, then room by room, as they import each other.
+
+    Args:
+        code_file: The name of the file without its end, and of one of the modules in it.
+        classes: Names of classes that it contains, that of the configuration first; others are left out.
+        parts: What the configuration needs, see [`saved_code.Parts`].
+
+    Raises:
+        ValueError: if two of the modules that it needs use a name for different things.
+    """
+    modules = read_modules()
+    place = {name: module for module, read in modules.items() for names, _ in read.statements for name in names}
+    needed = [*(place[name] for name in classes if name in place), code_file]
+    needed += [part.__module__.rpartition(".")[2] for part in parts]
+    siblings = {name: module.siblings for name, module in modules.items()}
+    rooms: dict[Path, list[Path]] = {}
+    for module in modules.values():
+        below = [modules[name].path.parent for name in module.siblings]
+        rooms.setdefault(module.path.parent, []).extend(room for room in below if room != module.path.parent)
+    order = in_order(rooms, rooms)
+    by_room = sorted(in_order(siblings, needed), key=lambda name: order.index(modules[name].path.parent))
+    return _join([modules[name] for name in dict.fromkeys([*in_order(siblings, needed[:1]), *by_room])])
+
+
+def in_order(graph: Mapping[Any, Iterable], starts: Iterable) -> list:
+    """What `starts` lead to, each after all that it leads to itself."""
+    ordered: dict[Any, None] = {}
+
+    def visit(node: Any) -> None:
+        if node not in ordered:
+            for below in graph[node]:
+                visit(below)
+            ordered[node] = None
+
+    for start in starts:
+        visit(start)
+    return list(ordered)
+
+
+@cache
+def read_modules() -> dict[str, Module]:
+    """The modules of `models` by name."""
+    return {path.stem: _read(path) for path in sorted(MODELS.rglob("*.py")) if path.name != "__init__.py"}
+
+
+def _read(path: Path) -> Module:
+    text = path.read_text("utf-8")
+    (_, *nodes), lines = ast.parse(text).body, text.splitlines()
+    module = Module(path, ast.get_docstring(ast.parse(text)) or "", [], {}, [])
+    end = nodes[0].lineno - 1
+    for node in nodes:
+        start, end = end, node.end_lineno or end
+        if isinstance(node, ast.ImportFrom) and node.level:
+            module.siblings.append(str(node.module).rpartition(".")[2])
+            assert not any(alias.asname for alias in node.names), f"{path.name}: one file has one name for a thing"
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            source = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
+            module.libraries.update((_bound(alias), f"{source}import {ast.unparse(alias)}") for alias in node.names)
+        else:
+            module.statements.append((list(_names(node)), "\n".join(lines[start:end])))
+    return module
+
+
+def _bound(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement of a module binds there."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, ast.If):
+        for inner in (*node.body, *node.orelse):
+            yield from _names(inner)
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield from map(_bound, node.names)
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def _join(modules: list[Module]) -> str:
+    # What each name is and where; a module may mean the builtin whose name another one has.
+    known: dict[str, tuple[str, str]] = dict.fromkeys(vars(builtins), ("", "Python"))
+    imports: dict[str, set[str]] = {}
+    sections = []
+    for module in modules:
+        for name, statement in module.libraries.items():
+            source, _, what = statement.rpartition("import ")
+            _bind(known, name, statement, module)
+            imports.setdefault(source, set()).add(what)
+        kept = [code for names, code in module.statements if all(_bind(known, name, code, module) for name in names)]
+        place = Path("hf_liere", "models", module.path.relative_to(MODELS)).as_posix()
+        comment = "\n".join(f"# {line}".rstrip() for line in [f"From {place}:", *module.docstring.splitlines()])
+        sections.append(f"{comment}\n\n" + "\n".join(kept).strip("\n") + "\n")
+    lines = [f"import {what}" for what in sorted(imports.pop("", ()))]
+    lines += [f"{source}import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
+    return "\n\n".join([HEAD + "\n" + "\n".join(lines) + "\n", *sections])
+
+
+def _bind(known: dict[str, tuple[str, str]], name: str, code: str, module: Module) -> bool:
+    """Whether a name is new; a statement that two modules have, such as that of a logger, counts once."""
+    same, place = known.setdefault(name, (code, module.path.name))
+    if same.strip() != code.strip():
+        raise ValueError(f"{place} and {module.path.name} go to one file, and {name} is a name of something in both.")
+    return place == module.path.name

@@ -1,0 +1,109 @@
+"""Configuration of the transformer of tokens with positions."""
+
+import dataclasses
+
+from huggingface_hub.dataclasses import strict
+
+from ..encoding.encoding_traits import needs_exponential
+from ..encoding.rotary_fields import FLOAT32_MAX
+from .configuration_liere import LieREConfig, LieREVideoConfig
+from .validation import check_architecture
+
+
+@strict
+class LieRETokensConfig(LieREConfig):
+    r"""
+    Configuration of the models of tokens with positions: points, steps of a series, detections, patches of any origin.
+    See [`LieREConfig`] for the transformer and its position encoding.
+
+    `position_encoding="absolute"` is a table that is read at coordinates and needs `position_table_size`. For the
+    indices 0 … n − 1 of a series, `position_table_size=[n]` with `position_scale=1 / (n - 1)` has one entry per index.
+
+    ```python
+    from hf_liere import LieRETokensConfig
+
+    # Points in a room of 10 m with three features each: coordinates from 0 to 1.
+    config = LieRETokensConfig(feature_size=3, num_axes=3, position_encoding="liere", block_size=8, position_scale=0.1)
+    ```
+
+    Args:
+        feature_size (`int`, defaults to 1): Number of features of a token.
+        num_axes (`int`, defaults to 1): Number of axes of a position, 1 … 6.
+        position_origin (`float` or `list[float]`, defaults to 0.0): See `position_scale`.
+        position_scale (`float` or `list[float]`, defaults to 1.0):
+            The encoding's coordinates are (positions − origin) · scale, with one number for all axes or one per axis.
+            The initial generators of LieRE and ComRoPE suit coordinates from 0 to 1, those of RoPE and STRING
+            coordinates that count tokens; a table is read from 0 to 1.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
+    """
+
+    model_type = "liere_tokens"
+
+    feature_size: int = 1
+    num_axes: int = 1
+    position_origin: float | int | list[float | int] | tuple[float | int, ...] = 0.0
+    position_scale: float | int | list[float | int] | tuple[float | int, ...] = 1.0
+
+    _auto_map = {
+        "AutoConfig": "modeling_liere.LieRETokensConfig",
+        "AutoModel": "modeling_liere.LieRETokensModel",
+        "AutoModelForSequenceClassification": "modeling_liere.LieRETokensForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_liere.LieRETokensForTokenClassification",
+    }
+
+    def by_axis(self, name: str) -> tuple[float, ...]:
+        """`position_origin` or `position_scale` of each axis."""
+        value = getattr(self, name)
+        return (value,) * self.num_axes if isinstance(value, (int, float)) else tuple(value)
+
+    def validate_architecture(self):
+        """As [`LieREConfig.validate_architecture`]."""
+        check_architecture(self)
+        check_tokens(self)
+        others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
+        others -= {field.name for field in dataclasses.fields(self)}
+        if refused := sorted(name for name in others if hasattr(self, name)):
+            raise ValueError(
+                f"{', '.join(refused)}: fields of images and videos have no meaning for tokens, which have "
+                "feature_size, num_axes, position_origin and position_scale."
+            )
+
+
+def check_tokens(config) -> None:
+    """
+    Args:
+        config: A [`LieRETokensConfig`] that [`check_architecture`] accepts.
+
+    Raises:
+        ValueError: if the fields of positions contradict the encoding or each other.
+    """
+    for name, lowest, accepted in (("position_origin", -FLOAT32_MAX, ""), ("position_scale", 0, " above 0")):
+        values = config.by_axis(name)
+        if len(values) != config.num_axes or not all(lowest < value <= FLOAT32_MAX for value in values):
+            raise ValueError(
+                f"{name}={getattr(config, name)} must be one number{accepted} that is finite in float32, or "
+                f"{config.num_axes} of them, one per axis."
+            )
+    if config.use_absolute_position_embeddings and config.position_table_size is None:
+        raise ValueError(
+            "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
+            f"position_encoding='absolute' implies, needs position_table_size, {config.num_axes} numbers of entries, "
+            "one per axis, of a table that is read at coordinates from 0 to 1."
+        )
+    for name, unused in (("position_origin", 0), ("position_scale", 1)):
+        if not config.uses_positions and any(value != unused for value in config.by_axis(name)):
+            raise ValueError(
+                f"{name}={getattr(config, name)} would do nothing with position_encoding={config.position_encoding!r}."
+            )
+        if config.rotary_init == "so3" and any(value != unused for value in config.by_axis(name)):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: with rotary_init='so3' positions are rotation vectors, which cannot "
+                f"be moved or scaled: [sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
+            )
+    if config.folded_grids is not None and needs_exponential(config):
+        raise ValueError(
+            f"folded_grids={config.folded_grids}: {config.position_encoding} with block_size="
+            f"{config.block_size} has constant rotations for grids only, and tokens have no grid; accepted: None."
+        )
