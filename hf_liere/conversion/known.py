@@ -21,58 +21,37 @@ class KnownRepository(NamedTuple):
     about: str
 
 
-def _rope_vit() -> list[KnownRepository]:
-    models: dict[str, tuple[dict[str, object], str]] = {
-        "deit": ({"source": "naver", "position_encoding": "absolute"}, "learned table"),
-        "rope_axial_deit": ({"source": "naver", "position_encoding": "axial"}, "axial RoPE"),
-        "rope_mixed_deit": ({}, "RoPE-Mixed"),
-        "rope_axial_ape_deit": ({"source": "naver", "position_encoding": "axial"}, "axial RoPE and learned table"),
-        "rope_mixed_ape_deit": ({}, "RoPE-Mixed and learned table"),
-    }
-    return [
-        KnownRepository(f"naver-ai/{name}_{size}_patch16_LS", "naver", options, f"DeiT-III {size}, {about}")
-        for size in ("small", "base", "large")
-        for name, (options, about) in models.items()
-    ]
-
-
-def _timm() -> list[KnownRepository]:
-    kinds = {
-        "rope": "axial RoPE",
-        "rope_ape": "axial RoPE and learned table",
-        "rope_mixed": "RoPE-Mixed",
-        "rope_mixed_ape": "RoPE-Mixed and learned table",
-    }
-    return [
-        KnownRepository(f"timm/vit_{size}_patch16_{kind}_224.naver_in1k", "timm", {}, f"ViT {size}, {about}")
-        for size in ("small", "base", "large")
-        for kind, about in kinds.items()
-    ]
-
-
 # Collections whose repositories have irregular names.
 KNOWN_COLLECTIONS = (
     "SophieOstmeier/liere-checkpoints-689bb8433a96b4adbc1876cb (LieRE's authors; kind liere, give --position_encoding, "
     "and --patch_size and --image_size for volumes)",
     "naver-ai/rope-vit-670e367fa2d547b705335153 (RoPE-ViT's authors; kind naver, the repositories above)",
 )
+SIZES = "small base large"
 REGISTERS = "ViT, axial RoPE of the reference grid, registers, mean"
-# Repository, source, description, and the names in place of `{}`.
-FAMILIES = (
-    ("timm/vit_{}_patch16_rope_reg1_gap_256.sbb_in1k", "timm", REGISTERS, "medium mediumd base"),
-    ("timm/vit_{}_patch16_rope_reg4_gap_256.sbb_in1k", "timm", REGISTERS, "betwixt"),
-    ("facebook/deit-{}-patch16-224", "vit", "DeiT {}, learned table", "tiny small base"),
-    ("google/vit-{}-patch16-224", "vit", "ViT {}, learned table", "base large"),
-    ("openai/clip-vit-{}", "clip", "CLIP's vision tower, learned table", "base-patch32 base-patch16 large-patch14"),
+TABLE: dict[str, object] = {"source": "naver", "position_encoding": "absolute"}
+AXIAL: dict[str, object] = {"source": "naver", "position_encoding": "axial"}
+# Repository, source, description, the names in place of `{}`, and options.
+FAMILIES: tuple[tuple[str, str, str, str, dict[str, object]], ...] = (
+    ("naver-ai/deit_{}_patch16_LS", "naver", "DeiT-III {}, learned table", SIZES, TABLE),
+    ("naver-ai/rope_axial_deit_{}_patch16_LS", "naver", "DeiT-III {}, axial RoPE", SIZES, AXIAL),
+    ("naver-ai/rope_mixed_deit_{}_patch16_LS", "naver", "DeiT-III {}, RoPE-Mixed", SIZES, {}),
+    ("naver-ai/rope_axial_ape_deit_{}_patch16_LS", "naver", "DeiT-III {}, axial RoPE and learned table", SIZES, AXIAL),
+    ("naver-ai/rope_mixed_ape_deit_{}_patch16_LS", "naver", "DeiT-III {}, RoPE-Mixed and learned table", SIZES, {}),
+    ("timm/vit_{}_patch16_rope_224.naver_in1k", "timm", "ViT {}, axial RoPE", SIZES, {}),
+    ("timm/vit_{}_patch16_rope_ape_224.naver_in1k", "timm", "ViT {}, axial RoPE and learned table", SIZES, {}),
+    ("timm/vit_{}_patch16_rope_mixed_224.naver_in1k", "timm", "ViT {}, RoPE-Mixed", SIZES, {}),
+    ("timm/vit_{}_patch16_rope_mixed_ape_224.naver_in1k", "timm", "ViT {}, RoPE-Mixed and learned table", SIZES, {}),
+    ("timm/vit_{}_patch16_rope_reg1_gap_256.sbb_in1k", "timm", REGISTERS, "medium mediumd base", {}),
+    ("timm/vit_{}_patch16_rope_reg4_gap_256.sbb_in1k", "timm", REGISTERS, "betwixt", {}),
+    ("facebook/deit-{}-patch16-224", "vit", "DeiT {}, learned table", "tiny small base", {}),
+    ("google/vit-{}-patch16-224", "vit", "ViT {}, learned table", "base large", {}),
+    ("openai/clip-vit-{}", "clip", "CLIP's vision tower, learned table", "base-patch32 base-patch16 large-patch14", {}),
 )
-KNOWN_REPOSITORIES = (
-    *_rope_vit(),
-    *_timm(),
-    *(
-        KnownRepository(repo_id.format(name), source, {}, about.format(name))
-        for repo_id, source, about, names in FAMILIES
-        for name in names.split()
-    ),
+KNOWN_REPOSITORIES = tuple(
+    KnownRepository(repo_id.format(name), source, options, about.format(name))
+    for repo_id, source, about, names, options in FAMILIES
+    for name in names.split()
 )
 
 
