@@ -4,7 +4,6 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,23 +31,10 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MOSAIC_WIDTH = 150
 
 
-@dataclass
-class Plot:
-    """
-    Attributes:
-        title, caption, alt: Texts of the picture; `alt` describes it to readers who cannot see it.
-        svg: The picture for each theme.
-    """
-
-    title: str
-    caption: str
-    alt: str
-    svg: dict[str, str]
-
-    def is_wide(self) -> bool:
-        """Whether it is twice as wide as the screen of a phone, or more."""
-        width = re.search(r'<svg [^>]*width="([\d.]+)pt"', next(iter(self.svg.values())))
-        return width is not None and float(width[1]) >= 600
+def is_wide(pictures: dict[str, str]) -> bool:
+    """Whether a picture of [`draw`] is twice as wide as the screen of a phone, or more."""
+    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', next(iter(pictures.values())))
+    return width is not None and float(width[1]) >= 600
 
 
 def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> dict[str, str]:
