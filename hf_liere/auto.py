@@ -165,7 +165,7 @@ def load_checkpoint(
         keys["unexpected_keys"] = set()
     # Some models of transformers were published without the pooler, which is not used here.
     require_loaded_keys(keys, checkpoint, () if is_ours else ("pooler.",))
-    require_finite_parameters(model, checkpoint)
+    require_finite_parameters(model, f"The checkpoint {checkpoint}")
     return model.eval(), _processor(checkpoint, model, options)
 
 

@@ -26,6 +26,7 @@ from ..models.patched.module_inspection import head_shape
 from ..models.patched.vision_towers import Tower, position_table
 from ..models.transformer.modeling_liere_tokens import LieRETokensModel
 from ..patching.apply import is_patched
+from ..storage.loading import require_finite_parameters
 from .attention import (
     AttentionMaps,
     attention_distances,
@@ -44,6 +45,25 @@ from .output_change import OutputChange, output_change
 
 NO_ROTATIONS = "The model contains no rotations of this package, so there are no generators or frequencies to show."
 NO_GRID = "Attention, cost and relativity are not measured, because positions of tokens form no grid."
+
+
+class Measurements:
+    """A dataclass of measurements, which may contain others."""
+
+    def save(self, directory: str | Path, name: str | None = None) -> None:
+        """
+        Write `{name}.json`, nested and with shapes in place of tensors, and `{name}.npz`, which contains every tensor
+        under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …
+
+        Args:
+            name: File name without suffix; `None` means that of the class: `analysis`, `comparison`.
+        """
+        directory, name = Path(directory), name or type(self).__name__.lower()
+        directory.mkdir(parents=True, exist_ok=True)
+        arrays: dict[str, np.ndarray] = {}
+        facts = _collect(self, (), arrays)
+        np.savez_compressed(directory / f"{name}.npz", **arrays)
+        (directory / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass
@@ -68,7 +88,7 @@ class InputAnalysis:
 
 
 @dataclass
-class Analysis:
+class Analysis(Measurements):
     """
     Attributes:
         model: Description of the model, see [`describe`].
@@ -83,15 +103,6 @@ class Analysis:
     attention_relativity: torch.Tensor | None = None
     inputs: list[InputAnalysis] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-
-    def save(self, directory: str | Path, name: str = "analysis") -> None:
-        """
-        Write `analysis.json` and `analysis.npz`, see [`save_measurements`].
-
-        Args:
-            name: File name without suffix.
-        """
-        save_measurements(self, directory, name)
 
 
 @dataclass
@@ -110,19 +121,6 @@ class InspectedModel:
     analysis: Analysis
     shown: Sequence[np.ndarray] = ()
     sources: Sequence[str] = ()
-
-
-def save_measurements(measured: object, directory: str | Path, name: str) -> None:
-    """
-    Write the dataclass `measured` as `{name}.json`, nested and with shapes in place of tensors, and `{name}.npz`, which
-    contains every tensor under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, np.ndarray] = {}
-    facts = _collect(measured, (), arrays)
-    np.savez_compressed(directory / f"{name}.npz", **arrays)
-    (directory / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def analyse(
@@ -144,13 +142,13 @@ def analyse(
     if (tokens := tokens_transformer(model)) is not None:
         if inputs:
             raise ValueError(f"{type(model).__name__} takes tokens with positions; no images or videos are accepted.")
-        _refuse_wrong_weights(tokens)
+        require_finite_parameters(tokens, type(tokens).__name__)
         encoding = rotary_encoding(tokens)
         found = None if encoding is None else analyse_encoding(encoding, progress)
         remarks = [] if encoding is not None else [NO_ROTATIONS]
         return Analysis(describe(model), found, remarks=[*remarks, NO_GRID])
     tower = vision_tower(model)
-    _refuse_wrong_weights(tower.module)
+    require_finite_parameters(tower.module, type(tower.module).__name__)
     encoding = rotary_encoding(tower.module)
     analysis = Analysis(describe(model), None if encoding is None else analyse_encoding(encoding, progress))
     analysis.remarks += _remarks(tower, encoding, bool(inputs))
@@ -181,15 +179,6 @@ def tokens_transformer(model: nn.Module) -> LieRETokensModel | None:
     """The transformer of a model of tokens; `None` for other models."""
     base = getattr(model, "base_model", model)
     return base if isinstance(base, LieRETokensModel) else None
-
-
-def _refuse_wrong_weights(transformer: nn.Module) -> None:
-    wrong = [name for name, parameter in transformer.named_parameters() if not parameter.isfinite().all()]
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"{wrong[0]}{more} of {type(transformer).__name__} contains NaN or infinity; accepted are finite weights."
-        )
 
 
 def describe(model: nn.Module) -> dict:

@@ -1,16 +1,15 @@
 """Numerical comparison of the learned encodings of two models."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from .analysis import Analysis, save_measurements
+from .analysis import Analysis, Measurements
 from .encodings import Frequencies
 
 
 @dataclass
-class Comparison:
+class Comparison(Measurements):
     """
     Attributes:
         frequencies: (A, layers, heads, planes) canonical frequencies `per_patch` of each model, see
@@ -25,10 +24,6 @@ class Comparison:
     change: torch.Tensor | None = None
     generators: torch.Tensor | None = None
     remarks: list[str] = field(default_factory=list)
-
-    def save(self, directory: str | Path) -> None:
-        """Write `comparison.json` and `comparison.npz`, as [`Analysis.save`] does."""
-        save_measurements(self, directory, "comparison")
 
 
 def compare(first: Analysis, second: Analysis, names: tuple[str, str]) -> Comparison:

@@ -187,10 +187,12 @@ def require_all_keys(missing: Collection[str], unexpected: Collection[str], chec
         )
 
 
-def require_finite_parameters(model: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """Raise [`CheckpointError`] naming the parameters that contain NaN or infinity, if any do."""
+def require_finite_parameters(model: nn.Module, origin: str) -> None:
+    """Raise [`CheckpointError`] naming the parameters that contain NaN or infinity, if any do; `origin` has them."""
     if broken := [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]:
-        raise CheckpointError(f"The checkpoint {checkpoint} contains NaN or infinity in {join_names(broken)}.")
+        raise CheckpointError(
+            f"{origin} contains NaN or infinity in {join_names(broken)}; accepted are finite weights."
+        )
 
 
 def join_names(keys: Iterable[str], most: int = 10) -> str:
