@@ -1,13 +1,13 @@
 """The facts that model cards are rendered from: their format, and the files in model_cards/."""
 
 import math
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
+from huggingface_hub.dataclasses import type_validator
 
 from ..errors import InputError
 
@@ -107,9 +107,10 @@ class Facts:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if not _accepts(item.type, getattr(self, item.name)):
-                accepted = getattr(item.type, "__name__", str(item.type))
-                raise FactsError(f"{item.name} {getattr(self, item.name)!r}: accepted is {accepted}.")
+            try:
+                type_validator(item.name, getattr(self, item.name), item.type)
+            except TypeError as error:
+                raise FactsError(f"{error}.") from None
         common = common_facts()
         if self.encoding not in common["encodings"]:
             raise FactsError(f"encoding {self.encoding!r}: accepted are {', '.join(common['encodings'])}.")
@@ -144,14 +145,6 @@ class Facts:
             return "in training" if self.progress else "measured"
         exists = self.weights and (self.converted_from or self.architecture == "adapter")
         return "not evaluated" if exists else "not trained"
-
-
-def _accepts(annotation: Any, value: Any) -> bool:
-    if isinstance(annotation, types.UnionType):
-        return any(_accepts(one, value) for one in get_args(annotation))
-    if get_origin(annotation) is list:
-        return isinstance(value, list) and all(_accepts(get_args(annotation)[0], item) for item in value)
-    return value is None if annotation in (None, types.NoneType) else isinstance(value, annotation)
 
 
 def _check_figure(figure: dict) -> None:
@@ -198,10 +191,7 @@ def load_facts(path: str | Path) -> Facts:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
-        place = f", line {mark.line + 1}" if mark else ""
-        raise FactsError(f"{path.name} is not a readable yaml file{place}: {reason}.") from None
+        raise FactsError(f"{path.name} is not a readable yaml file: {' '.join(str(error).split())}.") from None
     known = {item.name: item for item in fields(Facts)}
     if not isinstance(content, dict) or set(content) - set(known):
         unknown = sorted(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
