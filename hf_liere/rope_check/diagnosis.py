@@ -83,7 +83,8 @@ class Evidence:
         Args:
             grids: Types that tensors may be rounded to whose values all lie in them, beside that of the rotation.
         """
-        expected = rotation.compute(self.positions, self.states)
+        needed = {name: state for name, state in self.states.items() if f"rotated_{name}" in self.tensors}
+        expected = rotation.compute(self.positions, needed)
         base = ALARM + rotation.compute_noise(self.positions, FLOAT32_ANGLE)  # (N, planes)
         accepted = {*grids, rotation.output_dtype}
         found = []
@@ -94,7 +95,8 @@ class Evidence:
                 continue
             if any(name not in expected for name in names) or len({self.tensors[name].shape for name in names}) > 1:
                 return None
-            planes = list(rotation.channels) if names[0] in ("cos", "sin") else _plane_of_channel(rotation)
+            planes, others = _planes_of_channels(rotation)
+            planes = list(rotation.channels) if names[0] in ("cos", "sin") else planes
             parts = []
             for name in names:
                 given, wanted = self.tensors[name], expected[name]
@@ -111,10 +113,9 @@ class Evidence:
             margin = max(map(_epsilon, types))
             if names[0].startswith("rotated"):
                 state = self.states[names[0].removeprefix("rotated_")].double()  # (N, head_dim)
-                other = _other_channels(rotation)
                 # The plane's error, of both channels, by its length.
-                error = (error.square() + error[:, other].square()).sqrt()
-                error = error / (state.square() + state[:, other].square()).sqrt()
+                error = (error.square() + error[:, others].square()).sqrt()
+                error = error / (state.square() + state[:, others].square()).sqrt()
                 # cos and sin, two products and a sum round: (√2 + √2 + 1) / 2 at most.
                 margin *= 2
             # Channels that do not rotate have the plane −1.
@@ -127,20 +128,14 @@ def _epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype != torch.float64 else 0.0
 
 
-def _plane_of_channel(rotation: Rotation) -> list[int]:
-    planes = [-1] * (rotation.head_dim or 0)
-    for plane, pair in enumerate(rotation.pairs or ()):
-        for channel in pair:
-            planes[channel] = plane
-    return planes
-
-
-def _other_channels(rotation: Rotation) -> list[int]:
-    """By channel of a head, the other one of its plane; itself where there is none."""
-    others = list(range(rotation.head_dim or 0))
-    for first, second in rotation.pairs or ():
+def _planes_of_channels(rotation: Rotation) -> tuple[list[int], list[int]]:
+    """By channel of a head, its plane and the other channel of this; −1 and itself where there is none."""
+    width = rotation.head_dim or 0
+    planes, others = [-1] * width, list(range(width))
+    for plane, (first, second) in enumerate(rotation.pairs or ()):
+        planes[first] = planes[second] = plane
         others[first], others[second] = second, first
-    return others
+    return planes, others
 
 
 def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None = None) -> Diagnosis:
@@ -187,11 +182,7 @@ def _describe_errors(diagnosis: Diagnosis, positions: torch.Tensor, measured: li
     diagnosis.allowed = float(allowed[worst])
     furthest = positions.abs().amax(1)  # (N,)
     for bound in sorted({min(10.0**k, float(furthest.max())) for k in range(1, 8)}):
-        diagnosis.by_position.append((bound, _largest(errors, furthest <= bound)))
-
-
-def _largest(values: torch.Tensor, chosen: torch.Tensor) -> float:
-    return float(values[chosen].max()) if chosen.any() else 0.0
+        diagnosis.by_position.append((bound, float(errors.where(furthest <= bound, 0).max())))
 
 
 def _explain(

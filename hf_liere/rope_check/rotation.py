@@ -12,6 +12,8 @@ from .spectrum import compute_spectrum
 STATES = ("query", "key")
 # Ways in which the two channels of a plane lie in a head, as users read them.
 STYLES = {"halves": "halves", "adjacent": "adjacent pairs"}
+# What a file says of a rotation beside its tensors.
+DESCRIBED = "name num_axes axes channels factor pairs head_dim law frequency_of_plane longest".split()
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ class Rotation:
         pairs = self.pairs or ()
         return [first for first, _ in pairs], [second for _, second in pairs]
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is rounded."""
+        types = self.frequency_dtype, self.position_dtype, self.phase_dtype, self.output_dtype
+        return set(types) == {torch.float64}
+
     def compute_angles(self, positions: torch.Tensor) -> torch.Tensor:
         """(N, A) positions → (N, planes) angles in radians, float64."""
         positions = _round(positions.double() + self.offset, self.position_dtype)
@@ -128,7 +136,9 @@ class Rotation:
         the middle of two numbers of a half type round either way.
         """
         angles = self.compute_angles(positions)
-        noise = torch.zeros_like(angles)
+        noise = relative * angles.abs()
+        if self.is_exact:
+            return noise
         for scale in (1 - relative, 1 + relative):
             moved = replace(self, frequencies=scale * self.frequencies).compute_angles(positions)
             noise = noise.maximum((moved - angles).abs())
@@ -138,36 +148,16 @@ class Rotation:
 
     def describe(self) -> dict[str, Any]:
         """As JSON, for the metadata of a file; frequencies are tensors of the file."""
-        return {
-            "name": self.name,
-            "num_axes": self.num_axes,
-            "axes": self.axes,
-            "channels": self.channels,
-            "factor": self.factor,
-            "pairs": self.pairs,
-            "head_dim": self.head_dim,
-            "law": None if self.law is None else dict(self.law),
-            "frequency_of_plane": self.frequency_of_plane,
-            "longest": self.longest,
-        }
+        return {name: getattr(self, name) for name in DESCRIBED}
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any], frequencies: torch.Tensor) -> "Rotation":
         """The reverse of [`describe`]."""
-        pairs = description["pairs"]
-        return cls(
-            name=description["name"],
-            frequencies=frequencies.double(),
-            axes=tuple(description["axes"]),
-            num_axes=description["num_axes"],
-            channels=tuple(description["channels"]),
-            factor=description["factor"],
-            pairs=None if pairs is None else tuple((c, d) for c, d in pairs),
-            head_dim=description["head_dim"],
-            law=description["law"],
-            frequency_of_plane=tuple(description["frequency_of_plane"]),
-            longest=description["longest"],
-        )
+        fields = {name: description[name] for name in DESCRIBED}
+        fields |= {name: tuple(fields[name]) for name in ("axes", "channels", "frequency_of_plane")}
+        if fields["pairs"] is not None:
+            fields["pairs"] = tuple((first, second) for first, second in fields["pairs"])
+        return cls(frequencies=frequencies.double(), **fields)
 
 
 def make_pairs(style: str, count: int, start: int = 0) -> tuple[tuple[int, int], ...]:
