@@ -194,6 +194,7 @@ def test_the_header_names_the_step_to_the_glyph_that_is_its_label(largest):
         (["--pose_columns", "motions"], "views has no column 'motions'"),
         (["--use_class_token", "true"], "1 class and register tokens have no pose; accepted: --use_class_token false"),
         (["--num_attention_heads", "8"], "--pose_columns: head_dim=6: 4 × 4 matrices need multiples of 4"),
+        (["--attn_implementation", "sdpa"], "--attn_implementation sdpa: poses need attention of their own"),
     ],
 )
 def test_poses_that_do_not_fit_are_refused(tmp_path, flags, message):

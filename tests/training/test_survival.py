@@ -25,6 +25,8 @@ from training.engine.saving import ASIDE, last_complete_checkpoint
 LAST = "checkpoint-150"
 SCHEDULE = ["--num_train_epochs", 30, "--save_steps", 10, "--drop_path_rate", 0.2, "--hidden_dropout_prob", 0.1]
 SCHEDULE += ["--position_perturbation", 0.5, "--crop_padding", 2, "--flip_probability", 0.5, "--mixup_alpha", 0.8]
+# What else the recipe cifar100_small draws, and how it computes.
+SCHEDULE += ["--cutmix_alpha", 1.0, "--rand_augment_ops", 2, "--bf16", "true", "--attn_implementation", "eager"]
 
 
 @pytest.fixture(scope="module", autouse=True)

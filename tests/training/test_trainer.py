@@ -12,6 +12,7 @@ from rotating import Operators
 from training_helpers import assert_same_weights, main, train, weights, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
+from hf_liere.errors import InputError
 from training.common.arguments import RunArguments
 from training.engine.trainer import ClassificationTrainer, ranks_and_losses
 
@@ -84,6 +85,19 @@ def test_rotations_of_accumulated_batches_are_computed_once(parquet, tmp_path):
             train(tmp_path / name, *flags, *given)
         assert operators.names.count("block_rotations_backward") == passes
     assert_same_weights(tmp_path / "plain", tmp_path / "accumulated", 1e-7)
+
+
+def test_the_implementation_of_attention_is_the_flags(parquet, tmp_path):
+    flags = ("--train_files", parquet, "--num_train_epochs", 1, "--optim", "sgd", "--learning_rate", 0.1)
+    for name in ("sdpa", "eager"):
+        with torch.profiler.profile() as profile:
+            train(tmp_path / name, *flags, "--attn_implementation", name)
+        # Two layers in each of five steps.
+        calls = {event.key: event.count for event in profile.key_averages()}
+        assert calls.get("aten::scaled_dot_product_attention", 0) == (10 if name == "sdpa" else 0)
+    assert_same_weights(tmp_path / "sdpa", tmp_path / "eager", 1e-6)
+    with pytest.raises(InputError, match="--attn_implementation fast: .*not supported.*; accepted: sdpa, eager"):
+        train(tmp_path / "fast", *flags, "--attn_implementation", "fast")
 
 
 def tiny_trainer(tmp_path, factor=1.0, **fields):

@@ -242,6 +242,11 @@ class RunArguments(TrainingArguments):
         "With gradient_accumulation_steps, compute the rotations of LieRE and their backward pass once per optimizer "
         "step. Takes memory for the sums of their gradients; not with DeepSpeed.",
     )
+    attn_implementation: str | None = flag(
+        None,
+        "Implementation of attention, by its name in transformers, such as `eager`; by default the model's. It changes "
+        "no result beyond rounding.",
+    )
     per_device_eval_batch_size: int = flag(64, "Examples per process in an evaluation.")
     remove_unused_columns: bool = flag(
         False, "Must stay off: the data loader yields examples, not columns of the model."
@@ -250,8 +255,8 @@ class RunArguments(TrainingArguments):
 
     def __post_init__(self):
         self._check_numbers()
-        # Without this, each CPU process would train a separate copy of the model.
-        self.use_cpu = self.use_cpu or launched_on_cpus()
+        # Without this, each of several processes would train a separate copy of the model, and bf16 would be refused.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         try:
             super().__post_init__()
         except ValueError as error:

@@ -17,6 +17,8 @@ from transformers.utils import logging
 
 from hf_liere import accumulate_rotations
 from hf_liere.errors import InputError
+from hf_liere.geometry.pose_attention import POSE_ATTENTION
+from training.common.messages import reason
 from training.data.augmentation import IGNORED_LABEL, EpochSampler
 from training.engine.pushing import HubPushes
 from training.engine.saving import WholeCheckpoints
@@ -42,9 +44,19 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        if self.args.attn_implementation is not None:
+            self._choose_attention(self.args.attn_implementation)
         self.evaluation_seconds = 0.0
         # Time and step at which losses were last logged.
         self._last_log: tuple[float, int] | None = None
+
+    def _choose_attention(self, name: str) -> None:
+        if self.model.config._attn_implementation == POSE_ATTENTION:
+            raise InputError(f"--attn_implementation {name}: poses need attention of their own; leave it out.")
+        try:
+            self.model.set_attn_implementation(name)
+        except (ValueError, ImportError) as error:
+            raise InputError(f"--attn_implementation {name}: {reason(error)}; accepted: sdpa, eager.") from error
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         context = contextlib.nullcontext()

@@ -65,6 +65,9 @@ class LanguageModel(nn.Module):
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return rotary_parameters(self)
 
+    def set_attn_implementation(self, name: str) -> None:
+        self.pretrained.set_attn_implementation(name)
+
     def gradient_checkpointing_enable(self, **kwargs) -> None:
         self.model.gradient_checkpointing_enable(**kwargs)
 
