@@ -9,6 +9,7 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
 from checkout import ROOT
 from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
@@ -36,6 +37,12 @@ def load(*, size=(16, 16), channels=3, evaluate=True, **arguments):
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory):
     return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 12)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_a_cpu_takes_bfloat16_without_further_flags():
+    arguments = parse_arguments(["--do_train", "--bf16", "true", "--output_dir", "unused"], CLASSES)[-1]
+    assert arguments.bf16 and arguments.device.type == "cpu"
 
 
 def test_the_command_line_overrides_the_recipe(tmp_path):

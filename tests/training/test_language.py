@@ -388,6 +388,7 @@ CHECKPOINT = "CHECKPOINT"
         ([CHECKPOINT, *PLANES, "--do_train", "false"], "accepted with --do_train only"),
         ([CHECKPOINT, "--trainable", "lora+rotary", "--lora_targets", "up_proj"], "'up_proj' matches none of .*q_proj"),
         ([CHECKPOINT, "--trainable", "lora+rotary", "--lora_targets", "("], "accepted: a regular expression"),
+        ([CHECKPOINT, "--attn_implementation", "fast"], "--attn_implementation fast: .*; accepted: sdpa, eager"),
         (["--push_to_hub"], "--push_to_hub"),
         (["--resume_from_checkpoint", "last"], "contains no complete checkpoint"),
         (["--blocksize", 4], "close matches: block_size"),
