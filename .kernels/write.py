@@ -50,7 +50,7 @@ def write(folder: Path) -> Path:
         for name in ("build.toml", "CARD.md"):
             shutil.copy(HERE / name, partial / name)
         shutil.copytree(HERE / "torch-ext", partial / "torch-ext")
-        for name in ("kernels", "models/rotation"):
+        for name in ("kernels", "models/rotation", "models/fast"):
             shutil.copytree(PACKAGE / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         (source / "models" / "__init__.py").touch()
         shutil.copytree(source, partial / variant, ignore=shutil.ignore_patterns("*.cpp", "*.h"))

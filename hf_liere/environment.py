@@ -1,6 +1,6 @@
 """
 The facts of a machine for a bug report: versions, hardware, environment variables, and what computes the functions that
-`models.rotation.dispatch` may give to kernels. The report must work where a library or this package cannot be imported:
+`models.fast.dispatch` may give to kernels. The report must work where a library or this package cannot be imported:
 so this file imports only the standard library at the top, the rest where it can report failures; `cli` runs it as a
 file.
 """
@@ -124,7 +124,7 @@ def _functions() -> Iterator[dict]:
 
     # After a failed import of a package, Python keeps its imported submodules; only importing the package fails again.
     from . import kernels  # noqa: F401 (registers itself)
-    from .models.rotation.dispatch import ask_backend
+    from .models.fast.dispatch import ask_backend
 
     def ask(row: dict) -> str:
         tensor = torch.zeros(1, 1, 1, HEAD_DIM, dtype=getattr(torch, row["dtype"]), device=row["device"])

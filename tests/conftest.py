@@ -13,7 +13,7 @@ from checkout import ROOT
 from hub_fixtures import hub, storage  # noqa: F401 (fixtures)
 
 import hf_liere
-from hf_liere.models.rotation.dispatch import ask_backend
+from hf_liere.models.fast.dispatch import ask_backend
 
 
 SHARED = ROOT.parent / "shared"

@@ -13,7 +13,7 @@ from checkout import ROOT
 
 import hf_liere
 from hf_liere.kernels import cpu_library
-from hf_liere.models.rotation.dispatch import find_backend
+from hf_liere.models.fast.dispatch import find_backend
 
 
 LAUNCH = "import runpy, sys; sys.exit(runpy.run_path(sys.argv.pop(1))['main']())"

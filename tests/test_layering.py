@@ -15,7 +15,7 @@ PACKAGE = Path(hf_liere.__file__).parent
 MODELS = PACKAGE / "models"
 TRAVELLING = sorted(path for path in MODELS.rglob("*.py") if path.name != "__init__.py")
 # Each imports from those before it.
-ROOMS = ("rotation", "encoding", "transformer", "patched")
+ROOMS = ("fast", "probing", "rotation", "encoding", "transformer", "patched")
 TRAINING = Path(next(iter(training.__path__)))
 # Floors of `training`: a folder imports from those below its own, a script at the root from any folder and no script.
 FLOORS = (

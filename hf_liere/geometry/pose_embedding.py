@@ -11,7 +11,7 @@ from transformers.utils.generic import maybe_autocast
 from ..models.encoding.placement import require_tensors
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
-from ..models.rotation.dispatch import values_are_unknown, working_dtype
+from ..models.fast.dispatch import values_are_unknown, working_dtype
 from ..models.rotation.rotation import PlaneRotation
 from .poses import (
     check_intrinsics,

@@ -22,8 +22,8 @@ from torch import nn
 from ..models.encoding.commuting_encodings import FoldedPlanes
 from ..models.encoding.liere import FoldedLieRE
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.patched.module_inspection import head_shape
 from ..models.patched.vision_towers import Tower, position_table
+from ..models.probing.module_inspection import head_shape
 from ..models.transformer.modeling_liere_tokens import LieRETokensModel
 from ..patching.apply import is_patched
 from ..storage.loading import require_finite_parameters

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..models.patched.module_inspection import takes
 from ..models.patched.vision_towers import Tower, find_towers
+from ..models.probing.module_inspection import takes
 from ..models.transformer.configuration_liere import pair
 
 

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.fast.dispatch import plain_functions, plain_operations
 from ..models.patched.vision_towers import find_towers, position_table
-from ..models.rotation.dispatch import plain_functions, plain_operations
 from ..patching.apply import is_patched, unpatch
 from .attention import eager_attention
 

@@ -21,8 +21,8 @@ from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
 from ..models.encoding.folding import build_encoding
 from ..models.encoding.positions import TokenPositions, grid_steps
 from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.fast.closed_forms import plane_rotations
 from ..models.rotation.bases import skew
-from ..models.rotation.closed_forms import plane_rotations
 from ..models.rotation.exponential import block_rotations
 from ..models.rotation.rotation import PlaneRotation
 from .common_planes import find_common_planes

@@ -6,7 +6,7 @@ from numbers import Integral
 import torch
 
 from ..models.encoding.positions import GridPositions, TokenPositions
-from ..models.rotation.dispatch import working_dtype
+from ..models.fast.dispatch import working_dtype
 
 
 def grid_positions(

@@ -7,8 +7,9 @@ from torch import nn
 
 from ..models.encoding.folding import build_rotary_encoding
 from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import AttentionTower, Patchable, TowerPatch
+from ..models.patched.tower_patch import Patchable, TowerPatch
 from ..models.patched.vision_patch import TowerConfig
+from ..models.probing.attention_tower import AttentionTower
 from .rotations import StateRotations
 
 

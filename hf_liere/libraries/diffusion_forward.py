@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..models.encoding.positions import TokenPositions
+from ..models.fast.dispatch import product_dtype, working_dtype
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import thread
-from ..models.rotation.dispatch import product_dtype, working_dtype
 from .planes import PlaneTable
 from .rotations import PretrainedFrequencies, StateRotations, Turn, apply_turn, identity_turn
 

@@ -16,17 +16,12 @@ import torch
 from torch import nn
 
 from ..models.encoding.encoding_traits import rotary_traits
-from ..models.patched.module_inspection import device_of, forward_arguments, linear_layer
+from ..models.fast.dispatch import working_dtype
 from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import (
-    AttentionTower,
-    OutputHooks,
-    TowerPlan,
-    choose_target,
-    patched_towers,
-)
+from ..models.patched.tower_patch import OutputHooks, TowerPlan, choose_target, patched_towers
 from ..models.patched.vision_patch import make_tower_config
-from ..models.rotation.dispatch import working_dtype
+from ..models.probing.attention_tower import AttentionTower
+from ..models.probing.module_inspection import device_of, forward_arguments, linear_layer
 from .checks import LibraryPatch, build_from_grid, check_start
 from .diffusion_forward import (
     STATE_MODULES,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.patched.module_inspection import device_of
+from ..models.probing.module_inspection import device_of
 from .planes import ADJACENT, HALVES, PlaneTable, geometric_planes
 
 

@@ -15,7 +15,7 @@ from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.encoding.rotary_encoding import LearnedRotations
 from ..models.encoding.starting_values import order_planes
-from ..models.rotation.dispatch import working_dtype
+from ..models.fast.dispatch import working_dtype
 from ..models.rotation.model_basis import rotate_one
 from ..models.rotation.rotation import TokenRotation
 from .planes import ADJACENT, PlaneTable

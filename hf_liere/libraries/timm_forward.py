@@ -18,9 +18,9 @@ from torch import nn
 
 from ..models.encoding.encoding_traits import rotated_prefix
 from ..models.encoding.positions import TokenPositions
+from ..models.fast.dispatch import product_dtype
 from ..models.patched.patched_forward import place_grid, place_samples
 from ..models.patched.tower_patch import thread
-from ..models.rotation.dispatch import product_dtype
 from ..models.rotation.rotation import TokenRotation
 from .timm_rope import place_patches
 

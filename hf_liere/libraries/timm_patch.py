@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from ..models.encoding.encoding_traits import rotary_traits
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
-from ..models.patched.module_inspection import forward_arguments
 from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import AttentionTower, TowerPlan, choose_target
+from ..models.patched.tower_patch import TowerPlan, choose_target
 from ..models.patched.vision_patch import make_tower_config
+from ..models.probing.attention_tower import AttentionTower
+from ..models.probing.module_inspection import forward_arguments
 from .checks import LibraryPatch, build_from_grid, check_start
 from .families import find_kind
 from .planes import ADJACENT, HALVES

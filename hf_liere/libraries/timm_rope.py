@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.rotation.dispatch import working_dtype
+from ..models.fast.dispatch import working_dtype
 from .planes import ADJACENT, HALVES, PlaneTable
 from .rotations import turn_further
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..models.patched.modeling_patched import RotaryModelMixin
-from ..models.patched.module_inspection import linear_layer
 from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import TowerPatch, TowerPlan, patched_towers
+from ..models.probing.module_inspection import linear_layer
 from ..storage.loading import local_path, parse_json
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest
 from .apply import attach_plans, make_plans, require_patched

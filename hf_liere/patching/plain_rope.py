@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from ..libraries.checks import LibraryPatch
 from ..models.patched.pretrained_patch import RopePatch
 from ..models.patched.pretrained_rope import PretrainedPlanes
-from ..models.patched.rope_layout import RopeLayout
+from ..models.probing.rope_layout import RopeLayout
 
 
 # The frequencies of layers may differ by the rounding of float32.

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.patched.coordinate_probe import TOKENS, frequency_buffers
-from ..models.patched.module_inspection import CACHES, cache_name, forward_arguments
+from ..models.probing.coordinate_probe import TOKENS, frequency_buffers
+from ..models.probing.module_inspection import CACHES, cache_name, forward_arguments
 from .diagnosis import Diagnosis, Evidence, diagnose
 from .reading import CALL_ERRORS, CosSin, FoundRotation
 from .rotation import choose_positions

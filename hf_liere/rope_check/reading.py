@@ -12,18 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import InputError
-from ..models.patched.attention_probe import Probe
-from ..models.patched.coordinate_probe import (
-    TOKENS,
-    CoordinateProbe,
-    find_positions,
-    frequency_buffers,
-    split_cos_sin,
-)
-from ..models.patched.module_inspection import takes
-from ..models.patched.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
-from ..models.patched.rope_pairs import Pairs, find_key_sources, find_pairs, rotates
 from ..models.patched.tower_patch import patched_towers
+from ..models.probing.attention_probe import Probe
+from ..models.probing.coordinate_probe import TOKENS, CoordinateProbe, find_positions, frequency_buffers, split_cos_sin
+from ..models.probing.module_inspection import takes
+from ..models.probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
+from ..models.probing.rope_pairs import Pairs, find_key_sources, find_pairs, rotates
 from .rotation import Rotation, compute_law
 from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
 

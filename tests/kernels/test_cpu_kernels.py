@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.fast.closed_forms import cos_sin
+from hf_liere.models.fast.dispatch import plain_operations
+from hf_liere.models.fast.exponential_gradient import GradientMoments
+from hf_liere.models.fast.rotation_gradients import blocks_backward, commuting_backward
+from hf_liere.models.fast.scaling_and_squaring import RayTokens, num_saved
 from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.closed_forms import cos_sin
-from hf_liere.models.rotation.dispatch import plain_operations
 from hf_liere.models.rotation.exponential import block_rotations
-from hf_liere.models.rotation.exponential_gradient import GradientMoments
-from hf_liere.models.rotation.rotation_gradients import blocks_backward, commuting_backward
-from hf_liere.models.rotation.scaling_and_squaring import RayTokens, num_saved
 
 
 needs_kernels = pytest.mark.usefixtures("compiled_kernels")

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.rotation import dispatch
+from hf_liere.models.fast import dispatch
 
 
 # What each capability of a CPU includes.

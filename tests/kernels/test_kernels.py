@@ -14,9 +14,10 @@ from triton_loading import DEVICE, load_kernels
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
-from hf_liere.models.rotation import dispatch
-from hf_liere.models.rotation.dispatch import find_backend
-from hf_liere.models.rotation.rotation import PlaneRotation, _rotate_blocks, _rotate_planes
+from hf_liere.models.fast.dispatch import find_backend
+from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
+from hf_liere.models.fast import dispatch
+from hf_liere.models.rotation.rotation import PlaneRotation
 
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]
@@ -261,7 +262,7 @@ def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
 
 STEP = """
 import sys, torch, hf_liere
-from hf_liere.models.rotation.dispatch import find_backend
+from hf_liere.models.fast.dispatch import (find_backend)
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):

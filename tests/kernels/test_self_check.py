@@ -11,8 +11,8 @@ from triton_loading import DEVICE
 
 import hf_liere
 from hf_liere.kernels import self_check
-from hf_liere.models.rotation import dispatch
-from hf_liere.models.rotation.dispatch import find_backend
+from hf_liere.models.fast.dispatch import find_backend
+from hf_liere.models.fast import dispatch
 
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
@@ -163,7 +163,7 @@ def test_graphs_are_captured_after_a_pass(kernels, monkeypatch):
 
 TRAINING = """
 import sys, threading, importlib.util, torch, hf_liere
-from hf_liere.models.rotation import dispatch
+from hf_liere.models.fast import dispatch
 specification = importlib.util.spec_from_file_location("hf_liere.kernels.cuda_edited", sys.argv[1])
 kernels = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(kernels)

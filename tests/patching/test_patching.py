@@ -14,8 +14,8 @@ from reference import head_rotation
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.patched.module_inspection import head_shape, projections
 from hf_liere.models.patched.vision_towers import find_towers
+from hf_liere.models.probing.module_inspection import head_shape, projections
 
 
 def configs_of(model):

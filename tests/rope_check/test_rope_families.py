@@ -7,7 +7,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_liere.auto import build_without_weights
 from hf_liere.cli import main
-from hf_liere.models.patched.coordinate_probe import TOKENS, split_cos_sin
+from hf_liere.models.probing.coordinate_probe import TOKENS, split_cos_sin
 from hf_liere.rope_check.measurement import measure
 from hf_liere.rope_check.reading import FoundRotation, find_rotations
 from hf_liere.rope_check.vectors import read_tensors, read_vectors

@@ -4,7 +4,7 @@ import reference
 import torch
 
 from hf_liere.kernels import cpu_library
-from hf_liere.models.rotation import dispatch
+from hf_liere.models.fast import dispatch
 from hf_liere.models.rotation.bases import skew
 from hf_liere.models.rotation.exponential import block_rotations
 

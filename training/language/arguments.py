@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from hf_liere import RotaryPatchConfig
 from hf_liere.errors import InputError
-from hf_liere.models.patched.rope_layout import frequency_buffers
+from hf_liere.models.probing.rope_layout import frequency_buffers
 from training.common.arguments import RunArguments, flag
 from training.data.texts import TextDataArguments, byte_tokenizer
 from training.engine.model_setup import checkpoint_config, translate_errors

@@ -7,9 +7,9 @@ import torch
 from hf_liere.models.encoding.encoding_traits import traits_of
 from hf_liere.models.encoding.positions import GridPositions, TokenPositions
 from hf_liere.models.encoding.rotary_encoding import RotaryEncoding
+from hf_liere.models.fast.closed_forms import has_closed_form
+from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL_NORM
 from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.closed_forms import has_closed_form
-from hf_liere.models.rotation.scaling_and_squaring import POLYNOMIAL_NORM
 from training.speed.additions import Addition
 
 

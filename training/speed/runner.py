@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_liere
 from hf_liere.environment import cpu_name
-from hf_liere.models.rotation.dispatch import ask_backend
+from hf_liere.models.fast.dispatch import ask_backend
 from training.speed.clocks import measure_seconds, synchronize
 from training.speed.models import Row, Settings, build_model, compile_function, logits
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..rotation.dispatch import values_are_unknown, working_dtype
+from ..fast.dispatch import values_are_unknown, working_dtype
 from .encoding_traits import DISPLACEMENTS
 from .placement import Place, place_input
 from .positions import COORDINATES, GroupedPositions, TokenPositions

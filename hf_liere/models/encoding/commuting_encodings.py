@@ -7,9 +7,9 @@ import torch
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
+from ..fast.closed_forms import cos_sin
+from ..fast.dispatch import working_dtype
 from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew, skew_entries, skew_from_planes
-from ..rotation.closed_forms import cos_sin
-from ..rotation.dispatch import working_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
 from .encoding_traits import ENCODING_CLASSES, FREQUENCIES, rotary_traits

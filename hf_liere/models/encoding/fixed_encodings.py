@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ..rotation.dispatch import working_dtype
+from ..fast.dispatch import working_dtype
 from .encoding_traits import AXIAL, ENCODING_CLASSES, FREQUENCIES, axis_of_plane
 from .positions import grid_steps
 from .rotary_encoding import RotaryEncoding

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ..fast.scaling_and_squaring import Rays
 from ..rotation.bases import skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation, RoundedPlaneRotation
-from ..rotation.scaling_and_squaring import Rays
 from ..rotation.spins import representation
 from .encoding_traits import ENCODING_CLASSES, needs_exponential
 from .positions import GridPositions, GroupedPositions, TokenPositions

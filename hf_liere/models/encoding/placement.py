@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotation.dispatch import values_are_unknown, working_dtype
+from ..fast.dispatch import values_are_unknown, working_dtype
 from .displacements import draw_displacements
 from .positions import TokenPositions, patch_indices
 

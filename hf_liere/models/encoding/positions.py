@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotation.dispatch import values_are_unknown, working_dtype
-from ..rotation.scaling_and_squaring import Rays
+from ..fast.dispatch import values_are_unknown, working_dtype
+from ..fast.scaling_and_squaring import Rays
 
 
 def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:

@@ -8,14 +8,14 @@ import torch
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ..fast.closed_forms import CLOSED_FORMS, plane_rotations
+from ..fast.dispatch import values_are_unknown, working_dtype
+from ..fast.exponentials import layer_block_rotations
+from ..fast.scaling_and_squaring import Rays
 from ..rotation.bases import skew
-from ..rotation.closed_forms import CLOSED_FORMS, plane_rotations
-from ..rotation.dispatch import values_are_unknown, working_dtype
-from ..rotation.exponential import layer_block_rotations
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.learned_rotations import LearnedRotations
 from ..rotation.rotation import BlockRotation, PlaneRotation
-from ..rotation.scaling_and_squaring import Rays
 from .encoding_traits import FREQUENCIES
 from .positions import GridPositions, GroupedPositions, TokenPositions
 from .rotation_cache import RotationCache

@@ -20,10 +20,10 @@ from ..encoding.displacements import draw_displacements
 from ..encoding.encoding_traits import rotated_prefix
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_fields import pair
-from ..rotation.dispatch import product_dtype, working_dtype
+from ..fast.dispatch import product_dtype, working_dtype
+from ..probing.module_inspection import View, takes
 from ..rotation.grouped_rotation import Rotation
 from ..transformer.pose_arguments import find_attention
-from .module_inspection import View, takes
 from .tower_patch import thread
 from .vision_towers import position_table
 

@@ -13,15 +13,15 @@ from transformers import initialization as init
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..encoding.starting_values import order_planes
-from ..rotation.dispatch import product_dtype
+from ..fast.dispatch import product_dtype
+from ..probing.attention_probe import Probe
+from ..probing.coordinate_probe import frequency_buffers, read_frequencies
+from ..probing.rope_layout import RopeTower
+from ..probing.rope_pairs import find_pairs
+from ..probing.state_makers import RotatedChannels, find_makers
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
-from .attention_probe import Probe
-from .coordinate_probe import frequency_buffers, read_frequencies
 from .pretrained_rope import PretrainedRope
-from .rope_layout import RopeTower
-from .rope_pairs import find_pairs
-from .state_makers import RotatedChannels, find_makers
 from .tower_patch import PRETRAINED
 
 

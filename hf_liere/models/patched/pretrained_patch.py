@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from ..encoding.encoding_traits import rotary_traits
+from ..probing.attention_probe import Probe
+from ..probing.coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
+from ..probing.module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
+from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
+from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.pose_arguments import find_attention
-from .attention_probe import Probe
-from .coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
-from .module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
 from .pretrained_rope import NO_COS, PretrainedRope
-from .rope_layout import RopeLayout, RopeTower, find_rope_towers
-from .rope_pairs import choose_rotating_layers, find_key_sources
 from .tower_patch import PLANS, PRETRAINED, OutputHooks, TowerPatch, TowerPlan, detach, thread
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ..probing.coordinate_probe import CoordinateProbe, read_frequencies
+from ..probing.rope_layout import RopeLayout, RopeTower
 from ..rotation.learned_rotations import LearnedRotations
-from .coordinate_probe import CoordinateProbe, read_frequencies
-from .rope_layout import RopeLayout, RopeTower
 from .tower_patch import PRETRAINED
 
 

@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from ..probing.attention_tower import AttentionTower
+from ..probing.module_inspection import device_of, projections
 from ..saved_code import Parts
-from .module_inspection import device_of, projections
 
 
 # The state of a running forward pass belongs to its thread, never to a module.
@@ -20,49 +21,6 @@ thread = threading.local()
 PLANS = Parts("the patch of")
 # Rotations that start at those of a pretrained RoPE, as `EncodingTraits.pretrained` names them.
 PRETRAINED = Parts("the learned")
-
-
-@dataclass
-class AttentionTower:
-    """
-    A module whose attention can be patched.
-
-    Attributes:
-        name: Its name in the model, empty for the model itself.
-        attentions: (name in the model, module) of every attention layer.
-    """
-
-    name: str
-    module: nn.Module
-    attentions: list[tuple[str, nn.Module]]
-
-    @property
-    def label(self) -> str:
-        kind = type(self.module).__name__
-        return f"{self.name} ({kind})" if self.name else kind
-
-    def choose_layers(self, layers: list[int] | None) -> list[int]:
-        """
-        The indices of the attention layers to patch; `None` means all.
-
-        Raises:
-            ValueError: if there are no such layers, or the tower has a `rotary_encoding` already.
-        """
-        available = list(range(len(self.attentions)))
-        chosen = available if layers is None else layers
-        if not chosen or set(chosen) - set(available):
-            raise ValueError(
-                f"layers={chosen} do not match: {self.label} has attention layers "
-                f"{[f'{index}: {name}' for index, (name, _) in enumerate(self.attentions)]}."
-            )
-        if hasattr(self.module, "rotary_encoding"):
-            raise ValueError(f"{self.label} already has a rotary_encoding; a patch would overwrite it.")
-        return chosen
-
-    def attention_names(self, layers: list[int]) -> list[str]:
-        """Names of attention layers inside the tower."""
-        start = len(self.name) + 1 if self.name else 0
-        return [self.attentions[layer][0][start:] for layer in layers]
 
 
 class OutputHooks:

@@ -11,9 +11,9 @@ from torch import nn
 
 from ..encoding.folding import EncodingConfig, build_rotary_encoding
 from ..encoding.rotary_fields import GridFields, RotaryFields
+from ..probing.coordinate_probe import frequency_buffers
+from ..probing.module_inspection import View, head_shape
 from ..transformer.eager_attention import eager_attention_forward
-from .coordinate_probe import frequency_buffers
-from .module_inspection import View, head_shape
 from .patched_forward import (
     ROTARY_ATTENTION,
     CheckpointingInPass,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..encoding.rotary_fields import pair
-from .module_inspection import names_in_forward, takes
-from .tower_patch import AttentionTower
+from ..probing.attention_tower import AttentionTower
+from ..probing.module_inspection import names_in_forward, takes
 
 
 # Matches `apply_rotary_pos_emb`, `q_rope`, `rotate_half` and `Sam3ViTRoPEAttention`, but not `properties`.

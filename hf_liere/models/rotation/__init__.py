@@ -1,7 +1,5 @@
 """
-Rotations from generators (`exponential`, `scaling_and_squaring`, `bases`), their application to queries and keys
-(`rotation`, `application`), and the gradients of both. `dispatch` chooses the code that runs. This room imports from no
-other. Start reading at `rotation.PlaneRotation`, then `exponential.block_rotations`.
+What a rotation is and does: generators and R(p) = exp(Σ_a p_a A_a) (`exponential`), its application to queries and keys
+(`rotation`), the bases in which generators commute (`bases`), and representations of so(3) (`spins`). Imports from
+`fast`. Start reading at `rotation.PlaneRotation`, then `exponential.block_rotations`.
 """
-
-from . import quaternions  # noqa: F401 (offers closed forms)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .differentiation import forbid_second_derivative
-from .dispatch import values_are_unknown
+from ..fast.differentiation import forbid_second_derivative
+from ..fast.dispatch import values_are_unknown
 from .grouped_rotation import Rotation
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .dispatch import working_dtype
+from ..fast.dispatch import working_dtype
 
 
 def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -1,22 +1,19 @@
 """Rotations of queries and keys: a class for each kind, with the fastest exact way to apply it on every device."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from .application import (
-    apply_blocks,
-    apply_planes,
+from ..fast.application import (
     drop_empty_key,
-    match_layout,
     multiply_blocks,
     restore_empty_key,
     rotate_channels,
 )
+from ..fast.dispatch import in_portable_graph
+from ..fast.rotating import _rotate_blocks, _rotate_planes
 from .bases import change_basis
-from .dispatch import in_portable_graph, operator
-from .rotation_gradients import rotate_blocks_backward, rotate_planes_backward
 
 
 OneOrNone = TypeVar("OneOrNone", torch.Tensor, None, torch.Tensor | None)
@@ -237,60 +234,6 @@ def _fill_blocks(cos_sin: torch.Tensor, size: int) -> torch.Tensor:
         channels = slice(2 * plane, 2 * plane + 2)
         rotations[..., channels, channels] = planes[..., plane, :, :]  # (…, blocks, 2, 2)
     return rotations
-
-
-def _save_rotated(ctx, inputs, output):
-    _, _, rotation, *others, ctx.inverse = inputs
-    # Attention saves the rotated states anyway; those before the rotation are not needed.
-    ctx.save_for_backward(*(output if ctx.needs_input_grad[2] else (None, None)), rotation, *others)
-
-
-def _find_gradients(ctx, gradients, rotate: Any, backward: Callable) -> tuple[torch.Tensor | None, ...]:
-    query, key, *rotation = ctx.saved_tensors
-    if query is None:
-        found = rotate.operator(*gradients, *rotation, not ctx.inverse)
-    elif ctx.inverse:
-        raise NotImplementedError("Inverse rotations have no gradient of the rotation.")
-    else:
-        found = backward(*gradients, query, key, *rotation)
-    found = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad)]
-    return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
-
-
-def _planes_gradients(ctx, *gradients):
-    return _find_gradients(ctx, gradients, _rotate_planes, rotate_planes_backward)
-
-
-def _blocks_gradients(ctx, *gradients):
-    return _find_gradients(ctx, gradients, _rotate_blocks, rotate_blocks_backward)
-
-
-def _fake_states(query, key, *_):
-    return torch.empty_like(query), torch.empty_like(key)
-
-
-@operator(
-    "(Tensor query, Tensor key, Tensor cos_sin, Tensor? generators, Tensor? phases, bool inverse) -> (Tensor, Tensor)",
-    fake=_fake_states,
-    gradients=_planes_gradients,
-    save=_save_rotated,
-)
-def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
-    """(B, H, N, D) query and key by the fields of [`PlaneRotation`], or by its inverse."""
-    rotated = apply_planes(drop_empty_key(query, key), cos_sin, inverse)  # (B, H, N, D) each
-    return match_layout(restore_empty_key(rotated, key), (query, key))
-
-
-@operator(
-    "(Tensor query, Tensor key, Tensor blocks, bool inverse) -> (Tensor, Tensor)",
-    fake=_fake_states,
-    gradients=_blocks_gradients,
-    save=_save_rotated,
-)
-def _rotate_blocks(query, key, blocks, inverse):
-    """(B, H, N, D) query and key by [`BlockRotation`], or by its inverse."""
-    rotated = apply_blocks(drop_empty_key(query, key), blocks, inverse)  # (B, H, N, D) each
-    return match_layout(restore_empty_key(rotated, key), (query, key))
 
 
 def _select(values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

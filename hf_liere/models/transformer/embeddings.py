@@ -9,7 +9,7 @@ from torch import nn
 
 from ..encoding.placement import require_tensors
 from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
-from ..rotation.dispatch import in_portable_graph
+from ..fast.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig
 from .patch_batches import cut_patches
 

@@ -25,7 +25,7 @@ from ..encoding.batch_positions import place_batch
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.placement import place_given, place_input, place_patches, refuse_spacing, zero_hidden
 from ..encoding.positions import GroupedPositions, TokenPositions, pad_rows
-from ..rotation.dispatch import product_dtype
+from ..fast.dispatch import product_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig

@@ -12,7 +12,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..encoding.placement import check_coordinates, check_shape, place_given, require_tensors, zero_hidden
 from ..encoding.positions import TokenPositions
-from ..rotation.dispatch import values_are_unknown
+from ..fast.dispatch import values_are_unknown
 from .configuration_liere_tokens import LieRETokensConfig
 from .embeddings import LieRETokenEmbeddings
 from .modeling_liere import LieREEncoderModel

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..rotation.dispatch import values_are_unknown
+from ..fast.dispatch import values_are_unknown
 
 
 def batch_of_patches(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ..rotation.dispatch import values_are_unknown
+from ..fast.dispatch import values_are_unknown
 from .configuration_liere import LieREConfig
 
 

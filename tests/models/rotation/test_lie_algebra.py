@@ -5,9 +5,9 @@ import pytest
 import reference
 import torch
 
+from hf_liere.models.fast.closed_forms import plane_rotations
+from hf_liere.models.fast.dispatch import working_dtype
 from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.closed_forms import plane_rotations
-from hf_liere.models.rotation.dispatch import working_dtype
 from hf_liere.models.rotation.exponential import block_rotations
 
 
@@ -127,7 +127,7 @@ def test_pieces_do_not_change_the_result(monkeypatch):
     whole = block_rotations(positions, generators)
     (gradient,) = torch.autograd.grad(whole.square().sum() + whole.sum(), generators)
     for elements in (25, 100, 300, 25 * 9 * 2):
-        monkeypatch.setattr("hf_liere.models.rotation.scaling_and_squaring.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("hf_liere.models.fast.scaling_and_squaring.CHUNK_ELEMENTS", elements)
         pieces = block_rotations(positions, generators)
         assert torch.equal(pieces, whole)
         (piecewise,) = torch.autograd.grad(pieces.square().sum() + pieces.sum(), generators)

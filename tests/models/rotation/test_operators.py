@@ -12,16 +12,17 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.rotation import closed_forms, exponential
+from hf_liere.models.fast.closed_forms import has_closed_form
+from hf_liere.models.fast.dispatch import plain_operations
+from hf_liere.models.fast.exponential_gradient import block_rotations_backward
+from hf_liere.models.fast.exponentials import layer_block_rotations
+from hf_liere.models.fast.quaternions import quaternion_rotations_backward
+from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
+from hf_liere.models.fast.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
+from hf_liere.models.fast.scaling_and_squaring import Rays, num_saved
+from hf_liere.models.fast import closed_forms, exponentials
 from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.closed_forms import has_closed_form
-from hf_liere.models.rotation.dispatch import plain_operations
-from hf_liere.models.rotation.exponential import layer_block_rotations
-from hf_liere.models.rotation.exponential_gradient import block_rotations_backward
-from hf_liere.models.rotation.quaternions import quaternion_rotations_backward
-from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation, _rotate_blocks, _rotate_planes
-from hf_liere.models.rotation.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
-from hf_liere.models.rotation.scaling_and_squaring import Rays, num_saved
+from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
 
 
 @pytest.fixture(params=["kernels", "plain"])
@@ -134,13 +135,13 @@ def test_opcheck_of_closed_forms(implementation, halves, dtype):
 )
 def test_opcheck_of_exponentials(implementation, size, dtype, is_trained, centred):
     positions, generators, *place, dtype = exponential_arguments(size, dtype, centred)
-    torch.library.opcheck(exponential._squarings, (positions, generators.detach()))
-    squarings = exponential._squarings(positions, generators.detach())
+    torch.library.opcheck(exponentials._squarings, (positions, generators.detach()))
+    squarings = exponentials._squarings(positions, generators.detach())
     of_rays = squarings[Rays((3, 4), 1, centred).tokens().indices[:, 0]]
     saved = int(num_saved(of_rays).sum()) if is_trained else 0
     arguments = positions, generators.requires_grad_(is_trained), squarings, *place, saved, dtype, dtype
-    torch.library.opcheck(exponential._block_rotations.operator, arguments)
-    results = [result.detach() for result in exponential._block_rotations(*arguments)]
+    torch.library.opcheck(exponentials._block_rotations.operator, arguments)
+    results = [result.detach() for result in exponentials._block_rotations(*arguments)]
     gradients = [torch.randn(13, 2, size, size, dtype=dtype) for _ in range(3)]
     arguments = positions, generators.detach(), squarings, *place, results, gradients, False
     torch.library.opcheck(block_rotations_backward, arguments)

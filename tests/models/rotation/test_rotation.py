@@ -14,10 +14,10 @@ import hf_liere.models.encoding.commuting_encodings
 import hf_liere.models.encoding.rotary_encoding
 from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
 from hf_liere.models.rotation.bases import eigenbasis, skew, to_basis
 from hf_liere.models.rotation.exponential import block_rotations
 from hf_liere.models.rotation.rotation import PlaneRotation
-from hf_liere.models.rotation.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .attention_tower import AttentionTower
 from .coordinate_probe import (
     TOKENS,
     UNIT,
@@ -26,7 +27,6 @@ from .coordinate_probe import (
     split_cos_sin,
 )
 from .module_inspection import cache_name, find_indexers, forward_arguments, forward_code, names_in_forward, takes
-from .tower_patch import AttentionTower
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -1,0 +1,48 @@
+"""The attention layers of a module that a patch acts on."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass
+class AttentionTower:
+    """
+    A module whose attention can be patched.
+
+    Attributes:
+        name: Its name in the model, empty for the model itself.
+        attentions: (name in the model, module) of every attention layer.
+    """
+
+    name: str
+    module: nn.Module
+    attentions: list[tuple[str, nn.Module]]
+
+    @property
+    def label(self) -> str:
+        kind = type(self.module).__name__
+        return f"{self.name} ({kind})" if self.name else kind
+
+    def choose_layers(self, layers: list[int] | None) -> list[int]:
+        """
+        The indices of the attention layers to patch; `None` means all.
+
+        Raises:
+            ValueError: if there are no such layers, or the tower has a `rotary_encoding` already.
+        """
+        available = list(range(len(self.attentions)))
+        chosen = available if layers is None else layers
+        if not chosen or set(chosen) - set(available):
+            raise ValueError(
+                f"layers={chosen} do not match: {self.label} has attention layers "
+                f"{[f'{index}: {name}' for index, (name, _) in enumerate(self.attentions)]}."
+            )
+        if hasattr(self.module, "rotary_encoding"):
+            raise ValueError(f"{self.label} already has a rotary_encoding; a patch would overwrite it.")
+        return chosen
+
+    def attention_names(self, layers: list[int]) -> list[str]:
+        """Names of attention layers inside the tower."""
+        start = len(self.name) + 1 if self.name else 0
+        return [self.attentions[layer][0][start:] for layer in layers]
