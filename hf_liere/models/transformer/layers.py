@@ -1,8 +1,6 @@
 """The transformer block: attention that rotates query and key by the position of their token, and the MLP."""
 
-import functools
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -10,9 +8,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..encoding.projections import fold_into, project
-from ..rotation.grouped_rotation import GroupedRotation, Rotation
+from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_back
-from ..rotation.rotation import TokenRotation
 from .configuration_liere import LieREConfig
 from .eager_attention import eager_attention_forward
 from .pose_arguments import find_attention
@@ -134,21 +131,6 @@ class LieREDropPath(nn.Module):
         return f"rate={self.rate}"
 
 
-def flatten_rotation(rotation: Rotation) -> tuple[Iterable[torch.Tensor | None], Callable[..., Rotation]]:
-    """The tensors of a rotation, and a function that makes the rotation from them."""
-    if not isinstance(rotation, GroupedRotation):
-        # Hooks of accelerate move whatever has a method `to`, as these classes have.
-        return rotation, functools.partial(type(rotation))
-    make = functools.partial(_group_rotations, type(rotation.rotations[0]), len(rotation.samples))
-    return itertools.chain(rotation.samples, *rotation.rotations), make
-
-
-def _group_rotations(kind: type[TokenRotation], count: int, *tensors: torch.Tensor | None) -> GroupedRotation:
-    samples, fields, width = tensors[:count], tensors[count:], len(kind._fields)
-    rotations = (kind(*fields[start : start + width]) for start in range(0, count * width, width))
-    return GroupedRotation(tuple(rotations), samples)
-
-
 class LieRELayer(GradientCheckpointingLayer):
     """Pre-norm transformer block."""
 
@@ -167,16 +149,11 @@ class LieRELayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        rotation: Rotation | None = None,
         attention_mask: torch.Tensor | None = None,
-        *rotation: torch.Tensor | None,
-        make_rotation: Callable | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """
-        (B, N, hidden_size) states → the same shape. `make_rotation` takes the tensors of this layer's rotation. They
-        are separate arguments because reentrant checkpointing differentiates with respect to tensors only.
-        """
-        rotation = None if make_rotation is None else make_rotation(*rotation)
+        """(B, N, hidden_size) states and this layer's rotation → states of the same shape."""
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))  # (B, N, hidden_size)

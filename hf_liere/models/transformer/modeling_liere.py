@@ -30,7 +30,7 @@ from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
 from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
-from .layers import LieRELayer, flatten_rotation
+from .layers import LieRELayer
 from .patch_batches import check_patches
 from .patch_dropout import draw_kept_tokens, gather_mask
 from .pooling import build_classifier, pool, visible_tokens
@@ -104,8 +104,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
             attention_mask = None
         for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
             rotation = rotation if rotation is None or kept is None else rotation.select(kept)
-            tensors, make_rotation = ((), None) if rotation is None else flatten_rotation(rotation)
-            hidden_states = layer(hidden_states, attention_mask, *tensors, make_rotation=make_rotation, **kwargs)
+            hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)  # (B, tokens, hidden_size)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(pool(self.config, hidden_states, visible))
         else:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -71,6 +72,18 @@ class LieREPreTrainedModel(PreTrainedModel):
                 f"{self.config.folded_grids}), which is for inference: train the original model."
             )
         return super().train(mode)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
+        """
+        Raises:
+            ValueError: for `use_reentrant=True`, which would lose the gradients of the rotations.
+        """
+        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True was given, which differentiates with respect to single tensors, not to rotations; "
+                "accepted: False, the default."
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
     def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> "LieREPreTrainedModel":
         """

@@ -263,20 +263,27 @@ def test_perturbed_table_is_read_between_its_entries(tiny):
 
 
 @pytest.mark.parametrize("encoding", ["none", "absolute", *ENCODINGS])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(tiny, encoding, reentrant):
+def test_gradient_checkpointing_gives_the_same_gradients(tiny, encoding):
     dropouts = {"drop_path_rate": 0.5, "hidden_dropout_prob": 0.1, "mlp_dropout_prob": 0.1}
     config = tiny(**dropouts, position_perturbation=0.0, **fields_of(encoding))
     gradients = []
     for checkpointing in (False, True):
         model = classifier(config).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable()
         torch.manual_seed(3)
         model(images(4, 3, 16, 16), labels=torch.tensor([0, 1, 2, 0])).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6, msg=name)
+
+
+def test_reentrant_checkpointing_is_refused(tiny):
+    """It would differentiate with respect to the states alone."""
+    model = classifier(tiny(**fields_of("liere"))).train()
+    with pytest.raises(ValueError, match="use_reentrant=True was given"):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert not model.is_gradient_checkpointing
 
 
 def test_the_start_of_tokens_and_table_has_its_range(tiny):
