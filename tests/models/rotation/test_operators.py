@@ -20,7 +20,7 @@ from hf_liere.models.fast.quaternions import quaternion_rotations_backward
 from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
 from hf_liere.models.fast.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
 from hf_liere.models.fast.scaling_and_squaring import Rays, num_saved
-from hf_liere.models.fast import closed_forms, exponentials
+from hf_liere.models.fast import exponentials, quaternions
 from hf_liere.models.rotation.bases import skew
 from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
 
@@ -118,7 +118,7 @@ def test_a_query_by_itself(implementation, size, eigen, batch):
 def test_opcheck_of_closed_forms(implementation, halves, dtype):
     positions, generators = torch.randn(5, 2, dtype=torch.float64), torch.randn(2, 3, 4, halves, 3).double()
     leaves = positions.requires_grad_(), generators.requires_grad_()
-    torch.library.opcheck(closed_forms._quaternion_rotations.operator, (*leaves, dtype))
+    torch.library.opcheck(quaternions._quaternion_rotations.operator, (*leaves, dtype))
     gradient = torch.randn(3, 5, 4, 2 + halves, 2 + halves, dtype=dtype)
     constant = [leaf.detach() for leaf in leaves]
     torch.library.opcheck(quaternion_rotations_backward, (*constant, gradient, True))
