@@ -1,17 +1,16 @@
 """Embeddings of tokens: patches, class and register tokens, and the learned position table."""
 
-import itertools
 import math
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..encoding.placement import require_tensors
-from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
+from ..encoding.positions import GroupedPositions, TokenPositions
 from ..fast.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig
 from .patch_batches import cut_patches
+from .position_tables import patch_table, read_table
 
 
 class LieREPatchEmbeddings(nn.Module):
@@ -88,24 +87,7 @@ class LieRETokenEmbeddings(nn.Module):
     def read_table(self, positions: torch.Tensor) -> torch.Tensor:
         """(N, A) or (B, N, A) positions → (1 or B, N, hidden_size), from the table of `position_table_size`."""
         assert self.position_embeddings is not None and self.table_size is not None, "the model has a table"
-        table = self.position_embeddings[0].float()  # (entries, hidden_size), last axis fastest
-        last = positions.new_tensor(self.table_size) - 1  # (A,)
-        places = (positions * last).clamp(min=torch.zeros_like(last), max=last)  # (…, N, A)
-        first = places.floor().clamp(max=(last - 1).clamp(min=0))  # (…, N, A)
-        shares = places - first  # (…, N, A), weight of the entry after `first`
-        strides = [math.prod(self.table_size[axis + 1 :]) for axis in range(len(self.table_size))]
-        values: Any = 0.0
-        # Multilinear interpolation between the corners of a position's cell.
-        for corner in itertools.product((0, 1), repeat=len(self.table_size)):
-            weights: Any = 1.0
-            index = 0
-            for axis, step in enumerate(corner):
-                share, size = shares[..., axis], self.table_size[axis]  # (…, N)
-                weights = weights * (share if step else 1 - share)
-                index = index + (first[..., axis].long() + min(step, size - 1)) * strides[axis]  # (…, N)
-            values = values + nn.functional.embedding(index, table) * weights.unsqueeze(-1).to(table.dtype)
-        values = values if values.ndim == 3 else values.unsqueeze(0)  # (1 or B, N, hidden_size)
-        return values.to(self.position_embeddings.dtype)
+        return read_table(self.position_embeddings, self.table_size, positions)
 
     def assemble(
         self,
@@ -172,41 +154,10 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         self.patch_embeddings = LieREPatchEmbeddings(config)
 
     def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor | None:
-        """
-        (1, patches, hidden_size) learned table for a grid, `None` without a table. `position_table_resize` determines
-        how it is resized from the trained grid; patches displaced by `offsets` read between its entries.
-
-        Raises:
-            ValueError: if `position_table_resize="truncate"` and the grid has more patches than the table has entries.
-        """
+        """(1, patches, hidden_size) table for a grid, `None` without a table, see [`position_tables.patch_table`]."""
         if self.position_embeddings is None or not self.has_table:
             return None
-        table = self.position_embeddings[:, -math.prod(self.train_grid) :]  # (1, N, hidden_size)
-        fits = grid == self.train_grid
-        if not fits and self.table_resize == "truncate":
-            if math.prod(grid) > table.shape[1]:
-                raise ValueError(
-                    f"The input has {math.prod(grid)} patches, the learned table {table.shape[1]}, and "
-                    "position_table_resize='truncate' cannot enlarge it; 'interpolate' can."
-                )
-            table, fits = table[:, : math.prod(grid)], True
-        if fits and offsets is None:
-            return table
-        table = table.transpose(1, 2).unflatten(-1, grid if fits else self.train_grid)  # (1, hidden_size, *grid)
-        if not fits:
-            mode = "bicubic" if len(grid) == 2 else "trilinear"
-            antialias = self.table_resize == "antialias"
-            resized = nn.functional.interpolate(
-                table.float(), size=grid, mode=mode, align_corners=False, antialias=antialias
-            )
-            table = resized.to(table.dtype)  # (1, hidden_size, *grid)
-        if offsets is not None:
-            sizes = offsets.new_tensor(grid)
-            indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)  # (N, A)
-            # grid_sample takes the last axis first; −1 and 1 are the outer borders of the first and last entry.
-            points = ((2 * indices + 1) / sizes - 1).flip(-1).view(1, *grid, len(grid)).to(table.dtype)
-            table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
-        return table.flatten(2).transpose(1, 2)  # (1, N, hidden_size)
+        return patch_table(self.position_embeddings, self.train_grid, grid, self.table_resize, offsets)
 
     @property
     def has_table(self) -> bool:

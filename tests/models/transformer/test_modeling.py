@@ -283,7 +283,7 @@ def test_reentrant_checkpointing_is_refused(tiny):
     model = classifier(tiny(**fields_of("liere"))).train()
     with pytest.raises(ValueError, match="use_reentrant=True was given"):
         model.gradient_checkpointing_enable({"use_reentrant": True})
-    assert not model.is_gradient_checkpointing
+    assert not model.liere.layers[0].gradient_checkpointing
 
 
 def test_the_start_of_tokens_and_table_has_its_range(tiny):
