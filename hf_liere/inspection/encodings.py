@@ -18,8 +18,9 @@ from tqdm.auto import tqdm
 from .. import reference
 from ..models.encoding.commuting_encodings import FoldedPlanes
 from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
+from ..models.encoding.fixed_encodings import grid_steps
 from ..models.encoding.folding import build_encoding
-from ..models.encoding.positions import TokenPositions, grid_steps
+from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.fast.closed_forms import plane_rotations
 from ..models.rotation.bases import skew

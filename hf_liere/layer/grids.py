@@ -41,8 +41,8 @@ def grid_positions(
         prefix_coordinate: Coordinate of prefix tokens on every axis; at 0 they are not rotated.
 
     Returns:
-        Positions with (P + N, A) `coordinates`. Changing these in place moves the tokens, which are then no longer
-        treated as a grid.
+        Positions with (P + N, A) `coordinates`, to be read. `moved(offsets)` gives those of patches displaced by (N, A)
+        or (B, N, A) `offsets` in patch extents, which are no longer treated as a grid.
 
     Raises:
         ValueError: if `grid` contains a number below 1, the lengths of `grid` and `train_grid` differ, or the

@@ -14,9 +14,9 @@ from triton_loading import DEVICE, load_kernels
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
+from hf_liere.models.fast import dispatch
 from hf_liere.models.fast.dispatch import find_backend
 from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
-from hf_liere.models.fast import dispatch
 from hf_liere.models.rotation.rotation import PlaneRotation
 
 

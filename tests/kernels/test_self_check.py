@@ -11,8 +11,8 @@ from triton_loading import DEVICE
 
 import hf_liere
 from hf_liere.kernels import self_check
-from hf_liere.models.fast.dispatch import find_backend
 from hf_liere.models.fast import dispatch
+from hf_liere.models.fast.dispatch import find_backend
 
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")

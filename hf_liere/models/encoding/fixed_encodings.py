@@ -5,8 +5,17 @@ from torch import nn
 
 from ..fast.dispatch import working_dtype
 from .encoding_traits import AXIAL, ENCODING_CLASSES, FREQUENCIES, axis_of_plane
-from .positions import grid_steps
+from .positions import COORDINATES
 from .rotary_encoding import RotaryEncoding
+
+
+def grid_steps(train_grid: tuple[int, ...], coordinates: str) -> tuple[float, ...]:
+    """
+    Distance of neighbouring patches of the training grid on every axis, in `coordinates`; for `physical`, that of an
+    input with an extent of one unit.
+    """
+    place = COORDINATES["unit" if coordinates == "physical" else coordinates]
+    return tuple(place(1.0, size, size, train_grid[-1]) - place(0.0, size, size, train_grid[-1]) for size in train_grid)
 
 
 @FREQUENCIES.offer("golden_gate")

@@ -67,15 +67,15 @@ class LieRE(RotaryEncoding):
         those at its negative multiples their transposes, see `scaling_and_squaring.Rays`.
         Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
         """
-        settled, rays, key = positions.settle(), None, None
-        placed = settled.locate()
+        placed = positions.locate()
+        facts = positions.facts if isinstance(positions, GridPositions) else None
+        rays = None if facts is None else facts.rays
         entries = self.entries(placed.coordinates.device)  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
         num_layers = entries[:, layers].shape[1]
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
         at_once = num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES
-        if isinstance(settled, GridPositions):
-            rays = settled.facts.rays
-            key = (settled.facts, layers.start, dtype, self.rotation_dtype) if at_once else None
+        # Positions of no grid will not return.
+        key = (facts, layers.start, dtype, self.rotation_dtype) if at_once and facts is not None else None
 
         # Graphs of torch 2.9 cannot evaluate this annotation on Python 3.10.
         def compute(entries: torch.Tensor) -> "Iterable[Rotation]":
@@ -151,7 +151,7 @@ class FoldedLieRE(LieRE):
 
     def _is_folded(self, positions: TokenPositions | GroupedPositions) -> TypeGuard[GridPositions]:
         """Whether the model placed these tokens, on a grid whose rotations are constants."""
-        if not isinstance(positions, GridPositions) or positions.grid is None:
+        if not isinstance(positions, GridPositions):
             return False
         config, facts = self.config, positions.facts
         own = facts._replace(

@@ -43,7 +43,7 @@ def place_patches(
         return None
     num_prefix_tokens, centre = config.prefix
     if extents is not None:
-        return TokenPositions.from_extents(grid, extents, num_prefix_tokens, centre, offsets)  # (1 or B, P + N, A)
+        return place_extents(grid, extents, num_prefix_tokens, centre, offsets)  # (1 or B, P + N, A)
     # (P + N, A)
     return TokenPositions.from_grid(
         grid, config.train_grid, config.coordinates, num_prefix_tokens, centre, offsets, device, working_dtype(device)
@@ -76,6 +76,26 @@ def place_input(
         # (N, A), (…, N, A)
         offsets, displaced = draw_displacements(config, grid, displaced, device, working_dtype(device))
     return Place(grid, offsets, place_patches(config, grid, device, displaced, extents) if needs_positions else None)
+
+
+def place_extents(
+    grid: tuple[int, ...],
+    extents: torch.Tensor,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+    offsets: torch.Tensor | None = None,
+) -> TokenPositions:
+    """
+    The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
+    patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit` coordinates.
+
+    Args:
+        extents: (A,) or (B, A), extents of a patch on every axis.
+        offsets: (…, N, A), as for [`TokenPositions.from_grid`].
+    """
+    indices = patch_indices(grid, offsets, extents.device, extents.dtype)  # (…, N, A)
+    patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
+    return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)
 
 
 def physical_extents(

@@ -71,7 +71,7 @@ class TokenPositions:
             offsets: (N, A) displacements of patches in patch extents, from [`draw_perturbation`].
 
         Raises:
-            ValueError: for any other `coordinates`; for `physical` call [`from_extents`].
+            ValueError: for any other `coordinates`; for `physical` call [`place_extents`].
         """
         if coordinates == "physical":
             raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
@@ -86,27 +86,6 @@ class TokenPositions:
         return TokenPositions(facts.coordinates(offsets), num_prefix_tokens)  # (P + N, A)
 
     @staticmethod
-    def from_extents(
-        grid: tuple[int, ...],
-        extents: torch.Tensor,
-        num_prefix_tokens: int = 0,
-        prefix_coordinate: float = 0.0,
-        offsets: torch.Tensor | None = None,
-    ) -> "TokenPositions":
-        """
-        The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
-        patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit`
-        coordinates.
-
-        Args:
-            extents: (A,) or (B, A), extents of a patch on every axis.
-            offsets: (…, N, A), as for [`TokenPositions.from_grid`].
-        """
-        indices = patch_indices(grid, offsets, extents.device, extents.dtype)  # (…, N, A)
-        patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
-        return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)
-
-    @staticmethod
     def from_coordinates(
         coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
     ) -> "TokenPositions":
@@ -117,10 +96,6 @@ class TokenPositions:
         if prefix_coordinate is not None:
             coordinates = prepend_prefix(coordinates, num_prefix_tokens, prefix_coordinate)  # (…, P + N, A)
         return TokenPositions(coordinates, num_prefix_tokens)
-
-    def settle(self) -> "TokenPositions":
-        """Return self, see [`GridPositions.settle`]."""
-        return self
 
     def locate(self) -> "TokenPositions":
         """The same positions as plain coordinates."""
@@ -176,81 +151,58 @@ class GridFacts(NamedTuple):
             return None
         return Rays(self.grid, self.num_prefix_tokens, self.convention == "centred_grid")
 
-    def match(self, coordinates: torch.Tensor) -> bool:
-        """Whether `coordinates` have the values of this grid and need no gradient."""
-        if coordinates.requires_grad or (coordinates.device, coordinates.dtype) != (self.device, self.dtype):
-            return False
-        return torch.equal(coordinates, self.coordinates())
-
 
 class GridPositions(TokenPositions):
-    """
-    Where the patches of a grid sit, after class and register tokens.
-
-    Coordinates are computed when first read, and the caller may change them in place. This is a grid only as long as
-    they equal those that follow from `facts`.
-
-    Attributes:
-        facts: Everything that determines the coordinates.
-    """
+    """Where the patches of a grid sit, after class and register tokens; [`moved`] displaces patches."""
 
     def __init__(self, facts: GridFacts):
-        self.facts = facts
+        self._facts = facts
         self.num_prefix_tokens = facts.num_prefix_tokens
         self._shown: torch.Tensor | None = None
 
     @property
     def coordinates(self) -> torch.Tensor:
-        """(P + N, A), always the same tensor; changing it moves the tokens."""
+        """(P + N, A), computed when first read. If they are written into, the grid is refused from then on."""
         if self._shown is None:
-            self._shown = self.facts.coordinates()  # (P + N, A)
+            self._shown = self._facts.coordinates()  # (P + N, A)
         return self._shown
 
     @property
-    def grid(self) -> tuple[int, ...] | None:
-        """Patches per axis, `None` if the coordinates were changed."""
-        return self.facts.grid if self.settle() is self else None
+    def facts(self) -> GridFacts:
+        """Everything that determines the coordinates; `ValueError` if these were changed in place."""
+        shown = self._shown
+        if shown is None or values_are_unknown(shown) or shown.is_inference():
+            return self._facts
+        if shown._version or shown.requires_grad:
+            raise ValueError(
+                "The coordinates of a grid were changed in place; accepted: positions.moved(offsets), with offsets in "
+                "patch extents, or a tensor of coordinates instead of a grid."
+            )
+        return self._facts
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Patches per axis."""
+        return self.facts.grid
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the coordinates."""
-        return self.num_prefix_tokens + math.prod(self.facts.grid), len(self.facts.grid)
+        return self.num_prefix_tokens + math.prod(self._facts.grid), len(self._facts.grid)
 
-    def settle(self) -> TokenPositions:
-        """
-        Return self, or plain coordinates if they were changed, may have been (a graph does not know values) or need
-        a gradient.
-        """
-        shown = self._shown
-        if shown is None or (not values_are_unknown(shown) and self.facts.match(shown)):
-            return self
-        return self._replace(shown)
+    def moved(self, offsets: torch.Tensor) -> TokenPositions:
+        """The same tokens with patches displaced by (…, N, A) `offsets` in patch extents; they are no grid then."""
+        return self._replace(self.facts.coordinates(offsets))  # (…, P + N, A)
 
     def locate(self) -> TokenPositions:
-        """As [`TokenPositions.locate`]; a grid returns new coordinates, which it does not share."""
-        settled = self.settle()
-        return self._replace(self.facts.coordinates()) if settled is self else settled
+        return self._replace(self.facts.coordinates())
 
     def unrotate_prefix(self) -> TokenPositions:
-        settled = self.settle()
-        if settled is self:
-            return GridPositions(self.facts._replace(prefix_coordinate=0.0))
-        return settled.unrotate_prefix()
+        return GridPositions(self.facts._replace(prefix_coordinate=0.0))
 
     def to(self, device: torch.device | str) -> TokenPositions:
-        settled, device = self.settle(), torch.device(device)
-        if settled is self:
-            return GridPositions(self.facts._replace(device=device, dtype=working_dtype(device)))
-        return settled.to(device)
-
-
-def grid_steps(train_grid: tuple[int, ...], coordinates: str) -> tuple[float, ...]:
-    """
-    Distance of neighbouring patches of the training grid on every axis, in `coordinates`; for `physical`, that of an
-    input with an extent of one unit.
-    """
-    place = COORDINATES["unit" if coordinates == "physical" else coordinates]
-    return tuple(place(1.0, size, size, train_grid[-1]) - place(0.0, size, size, train_grid[-1]) for size in train_grid)
+        device = torch.device(device)
+        return GridPositions(self.facts._replace(device=device, dtype=working_dtype(device)))
 
 
 def patch_indices(

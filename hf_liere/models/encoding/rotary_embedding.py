@@ -336,7 +336,7 @@ class LieRotaryEmbedding(nn.Module):
         return projections
 
     def _check_positions(self, positions: torch.Tensor | TokenPositions) -> TokenPositions:
-        """Return settled positions, or raise `ValueError`."""
+        """Return positions of tokens, or raise `ValueError`."""
         if isinstance(positions, torch.Tensor):
             positions = TokenPositions(positions)
         if not isinstance(positions, TokenPositions):
@@ -345,7 +345,6 @@ class LieRotaryEmbedding(nn.Module):
                 f"{self.num_axes}) or (batch, tokens, {self.num_axes}), the result of grid_positions or, for "
                 "queries and keys, that of rotations(positions) of this module."
             )
-        positions = positions.settle()
         if not isinstance(positions, GridPositions):
             check_coordinates(positions.coordinates)
         elif self.config.rotary_init == "so3":

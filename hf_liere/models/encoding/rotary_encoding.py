@@ -102,7 +102,7 @@ class RotaryEncoding(LearnedRotations):
         if self.config.rotary_init == "so3":
             self._warn_of_degrees(positions)
         layers = ALL_LAYERS if layer is None else self._select_layer(layer)
-        rotations = self._find_rotations(positions.settle(), dtype, layers)
+        rotations = self._find_rotations(positions, dtype, layers)
         return rotations if layer is None else [next(iter(rotations))]
 
     def _warn_of_degrees(self, positions: TokenPositions) -> None:
@@ -116,7 +116,7 @@ class RotaryEncoding(LearnedRotations):
     def _find_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None, layers: slice
     ) -> Iterable[Rotation]:
-        """[`layer_rotations`] of settled positions, or in inference what the cache has of a grid."""
+        """[`layer_rotations`] of positions, or in inference what the cache has of a grid."""
         if self.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
             return self.layer_rotations(positions, dtype, layers)
         sources = self.sources(positions.facts.device, layers)

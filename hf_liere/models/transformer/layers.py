@@ -1,7 +1,5 @@
 """The transformer block: attention that rotates query and key by the position of their token, and the MLP."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from transformers.activations import ACT2FN

@@ -136,8 +136,7 @@ def test_a_folded_checkpoint_loads_without_the_package(tiny, tmp_path):
 def test_constants_are_of_the_positions_of_the_model_alone(tiny, change):
     model = model_of(tiny, "liere", {"block_size": 8})
     positions = hf_liere.grid_positions(**{"grid": (4, 4), "num_prefix_tokens": 1, **change})
-    moved = hf_liere.grid_positions((4, 4), num_prefix_tokens=1)
-    moved.coordinates.mul_(0.5)
+    moved = hf_liere.grid_positions((4, 4), num_prefix_tokens=1).moved(torch.randn(16, 2, dtype=torch.float64))
     folded = model.fold_rotations([(4, 4)]).liere.rotary_encoding
     for given in (positions, moved):
         expected = next(iter(model.liere.rotary_encoding(given))).blocks

@@ -80,34 +80,28 @@ def test_bad_input():
         check_coordinates(torch.tensor([[0.0, math.nan], [math.inf, 1.0]]))
 
 
-def test_a_grid_whose_coordinates_were_changed_is_none():
-    """Whatever was done to them, coordinates are what counts, and the grid never contradicts them."""
+def test_a_grid_never_contradicts_its_coordinates():
+    """A grid that was written into is refused; `moved` gives coordinates that are no grid."""
     positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
     expected = positions.coordinates.clone()
-    assert positions.grid == (2, 3) and positions.settle() is positions and positions.shape == expected.shape
+    assert positions.grid == (2, 3) and positions.shape == expected.shape
     zero = positions.unrotate_prefix()
     assert zero.grid == (2, 3) and zero.coordinates[0].eq(0).all() and torch.equal(positions.coordinates, expected)
     replaced = positions._replace(coordinates=expected + 1)
     assert type(replaced) is TokenPositions and positions.grid == (2, 3)
-
-    def resized(coordinates):
-        coordinates.data = torch.zeros(7, 3)
-
-    changes = (
+    offsets = torch.randn(6, 2, dtype=torch.float64)
+    moved = positions.moved(offsets)
+    assert type(moved) is TokenPositions and moved.num_prefix_tokens == 1
+    assert torch.equal(moved.coordinates[0], expected[0])
+    torch.testing.assert_close(moved.coordinates[1:], expected[1:] + offsets, rtol=0, atol=1e-14)
+    for change in (
         lambda coordinates: coordinates.add_(0.5),
         lambda coordinates: coordinates[3].mul_(2),
-        lambda coordinates: coordinates.numpy().fill(3.0),
         lambda coordinates: coordinates.requires_grad_(),
-        resized,
-    )
-    for change in changes:
-        positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
-        change(positions.coordinates)
-        assert positions.grid is None and positions.settle().coordinates is positions.coordinates
-        assert positions.locate().coordinates is positions.coordinates
-        zero = positions.unrotate_prefix().coordinates
-        assert zero[0].eq(0).all() and torch.equal(zero[1:], positions.coordinates[1:])
-        assert positions.to("meta").coordinates.is_meta
+    ):
+        change((changed := grid_positions((2, 3), "index")).coordinates)
+        with pytest.raises(ValueError, match="changed in place; accepted: positions.moved"):
+            changed.locate()
     assert replaced.to("meta").coordinates.is_meta
     away = grid_positions((2, 3)).to("meta")
     assert away.grid == (2, 3) and away.coordinates.is_meta

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.fast import exponentials, quaternions
 from hf_liere.models.fast.closed_forms import has_closed_form
 from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import block_rotations_backward
@@ -20,7 +21,6 @@ from hf_liere.models.fast.quaternions import quaternion_rotations_backward
 from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
 from hf_liere.models.fast.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
 from hf_liere.models.fast.scaling_and_squaring import Rays, num_saved
-from hf_liere.models.fast import exponentials, quaternions
 from hf_liere.models.rotation.bases import skew
 from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
 

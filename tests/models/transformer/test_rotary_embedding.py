@@ -110,13 +110,11 @@ def test_layers(encoding, shared):
 
 
 def zoomed(positions):
-    positions.coordinates.mul_(1.5)
-    return positions
+    return positions._replace(coordinates=positions.coordinates * 1.5)
 
 
-def shifted(positions):
-    positions.coordinates[2:] += 0.3
-    return positions
+def displaced(positions):
+    return positions.moved(torch.tensor([0.3, -0.2], dtype=torch.float64).expand(6, 2))
 
 
 def jittered(positions):
@@ -134,7 +132,7 @@ def test_tokens_that_were_moved_from_their_grid(encoding, convention):
     """Where they are is what counts, whether the rotations of the grid were computed before, and kept, or not."""
     rotary = perturb(build(encoding)).eval()
     states = torch.randn(1, HEADS, 7, HEAD_DIM)
-    for move in (zoomed, shifted, jittered, one_changed):
+    for move in (zoomed, displaced, jittered, one_changed):
         coordinates = move(grid_positions((2, 3), convention, num_prefix_tokens=1)).coordinates.clone()
         exact = rotary.rotate(states, coordinates)
         for gradients, called in ((True, False), (False, False), (False, True)):
@@ -157,12 +155,11 @@ def test_coordinates_of_a_grid_that_need_a_gradient_get_it():
     weights = torch.randn(states.shape)
     (rotary.rotate(states, given) * weights).sum().backward()
     (rotary.rotate(states, positions._replace(coordinates=given)) * weights).sum().backward()
-    (rotary.rotate(states, positions) * weights).sum().backward()
-    positions.coordinates.requires_grad_()
-    (rotary.rotate(states, positions) * weights).sum().backward()
+    offsets = torch.zeros(6, 2, dtype=torch.float64, requires_grad=True)
+    (rotary.rotate(states, positions.moved(offsets)) * weights).sum().backward()
     assert given.grad.ne(0).any(1).all()
     # Sums in another order.
-    torch.testing.assert_close(positions.coordinates.grad * 2, given.grad, atol=1e-4, rtol=0)
+    torch.testing.assert_close(offsets.grad * 2, given.grad, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
@@ -171,9 +168,9 @@ def test_moved_grids_in_a_graph(encoding, fresh_compiler):
     compiled = torch.compile(rotary.rotate, backend="aot_eager", fullgraph=True)
     positions = grid_positions((2, 3), "index")
     torch.testing.assert_close(compiled(states, positions), rotary.rotate(states, positions), atol=1e-5, rtol=0)
-    positions.coordinates.add_(0.5)
-    exact = rotary.rotate(states, positions.coordinates.clone())
-    torch.testing.assert_close(compiled(states, positions), exact, atol=1e-5, rtol=0)
+    moved = positions.moved(torch.full((6, 2), 0.5, dtype=torch.float64))
+    exact = rotary.rotate(states, moved.coordinates.clone())
+    torch.testing.assert_close(compiled(states, moved), exact, atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("both_paths")
