@@ -4,13 +4,14 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding.projections import fold_into, project
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_back
 from .configuration_liere import LieREConfig
 from .eager_attention import eager_attention_forward
-from .pose_arguments import find_attention
+from .pose_arguments import refuse_ignored_poses
 
 
 class LieREAttention(nn.Module):
@@ -59,9 +60,11 @@ class LieREAttention(nn.Module):
         if of_values is not None:
             value, _ = of_values.rotate(value, value[:0])
 
+        implementation = self.config._attn_implementation
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        refuse_ignored_poses(attention_interface, implementation, kwargs.get("poses"))
         # The implementations of transformers refuse empty batches.
-        attend = find_attention(self.config._attn_implementation, eager_attention_forward, kwargs.get("poses"))
-        attended, weights = (attend if input_shape[0] else eager_attention_forward)(
+        attended, weights = (attention_interface if input_shape[0] else eager_attention_forward)(
             self,
             query,
             key,

@@ -20,12 +20,17 @@ def find_attention(implementation: str, eager: Callable, poses: Any = None) -> C
         ValueError: if poses were given, and the function would ignore them.
     """
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    refuse_ignored_poses(function, implementation, poses)
+    return function
+
+
+def refuse_ignored_poses(function: Callable, implementation: str, poses: Any) -> None:
+    """Raises `ValueError` if poses were given, and the function of an attention implementation would ignore them."""
     if poses is not None and not _takes_poses(function):
         raise ValueError(
             f"poses were given, but attn_implementation={implementation!r} ignores them: call "
             "model.set_attn_implementation('pose_embedding') first, or leave poses out."
         )
-    return function
 
 
 def _takes_poses(function: Callable) -> bool:
