@@ -9,14 +9,14 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from . import bundles
+from . import bundles, foreign_names
 from .libraries.names import library_of
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, auto_classes, rotary_class, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
 from .models.saved_code import SavesItsCode
 from .models.transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
-from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
 from .models.transformer.configuration_liere_tokens import LieRETokensConfig
 from .storage.loading import (
     CheckpointError,
@@ -86,6 +86,8 @@ def register() -> None:
     is saved beside their weights, so that a checkpoint also loads without this package.
     """
     SavesItsCode.make_code = staticmethod(bundles.make_code)
+    LieREConfig.warn_of_names = foreign_names.warn_of_names
+    LieREConfig.check_names = foreign_names.check_names
     for config_class, models in MODELS.items():
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_class, model_class in models.items():

@@ -1,22 +1,16 @@
 """Configurations of the LieRE image, video and token transformers."""
 
-import dataclasses
-import difflib
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
-from transformers.utils import logging
 
 from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix, rotated_prefix
 from ..encoding.rotary_fields import GridFields, RotaryFields, pair
-from .foreign_names import FOREIGN_NAMES, find_field, is_known
 from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels
-
-
-logger = logging.get_logger(__name__)
 
 
 @strict
@@ -113,19 +107,14 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     format_version: int = FORMAT_VERSION
 
     _auto_map: ClassVar[dict[str, str]] = {}
+    # Set by the package, see `foreign_names`. The configuration of a checkpoint has no other names.
+    warn_of_names: ClassVar[Callable | None] = None
+    check_names: ClassVar[Callable | None] = None
 
     def __post_init__(self, **kwargs):
-        # As in transformers, unknown names are stored. Those of other models are none of our business.
-        fields = [field.name for field in dataclasses.fields(self)]
-        for name in kwargs:
-            if find_field(type(self), name) is not None:
-                continue  # `check_names` refuses it.
-            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
-            if close or name in FOREIGN_NAMES or not is_known(name):
-                closest = f"; the closest is {close[0]!r}" if close else ""
-                logger.warning(f"{type(self).__name__} has no field {name!r} and ignores it{closest}.")
-        if "mlp_ratio" in kwargs:
-            logger.warning(f"mlp_ratio={kwargs['mlp_ratio']} is ignored: intermediate_size={self.intermediate_size}.")
+        # As in transformers, unknown names are stored.
+        if self.warn_of_names is not None:
+            self.warn_of_names(kwargs)
         encoding, size, heads = self.position_encoding, self.hidden_size, self.num_attention_heads
         # Validation refuses a division with a remainder.
         if self.head_dim is None and 0 < heads <= size and size % heads == 0:

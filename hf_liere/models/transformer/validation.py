@@ -14,7 +14,6 @@ from ..encoding.rotary_fields import (
     check_ranges,
     check_rotations,
 )
-from .foreign_names import check_names
 
 
 FORMAT_VERSION = 1
@@ -44,7 +43,8 @@ def check_architecture(config) -> None:
         ValueError: if a value is out of range or fields contradict each other.
     """
     check_format_version(config.format_version, FORMAT_VERSION)
-    check_names(config)
+    if config.check_names is not None:
+        config.check_names()
     check_ranges(config, ARCHITECTURE_RANGES)
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act={config.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")

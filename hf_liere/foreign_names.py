@@ -1,11 +1,19 @@
 """Names that other libraries give to fields of ours, and names of fields that nothing knows."""
 
+import dataclasses
+import difflib
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 # Of timm, torch, MONAI, x-transformers, GPT-2 and the papers' code.
@@ -46,7 +54,21 @@ FOREIGN_NAMES = {
 }
 
 
-def check_names(config) -> None:
+def warn_of_names(config: Any, given: Iterable[str]) -> None:
+    """Warn of names that are no fields: misspelt ones, and those that no model of transformers has."""
+    fields = [field.name for field in dataclasses.fields(config)]
+    for name in given:
+        if find_field(type(config), name) is not None:
+            continue  # `check_names` refuses it.
+        close = difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
+        if close or name in FOREIGN_NAMES or not is_known(name):
+            closest = f"; the closest is {close[0]!r}" if close else ""
+            logger.warning(f"{type(config).__name__} has no field {name!r} and ignores it{closest}.")
+    if "mlp_ratio" in given:
+        logger.warning(f"mlp_ratio is ignored: intermediate_size={config.intermediate_size}.")
+
+
+def check_names(config: Any) -> None:
     """Raises `ValueError` if a configuration has a field by the name of another library, which nothing would read."""
     values = vars(config)
     found = [(name, find_field(type(config), name)) for name in FOREIGN_NAMES if name in values]
