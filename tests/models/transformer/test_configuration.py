@@ -124,7 +124,7 @@ def test_round_trip_through_a_file(tmp_path, tiny, tiny_video):
 
 
 BAD = [
-    ({"position_encoding": "rope"}, "comrope_ld.*got rope"),
+    ({"position_encoding": "rope"}, "position_encoding='rope'; accepted are .*comrope_ld"),
     ({"position_encoding": "liere", "block_size": 25}, "block_size=25 .*head_dim of 24.*2 … 24"),
     ({"position_encoding": "liere", "block_size": 1}, "block_size=1 .*2 … 24"),
     ({"position_encoding": "rope_mixed", "block_size": 4}, "block_size=4: rope_mixed .* 2"),
