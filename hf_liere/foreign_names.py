@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ FOREIGN_NAMES = {
 }
 
 
-def warn_of_names(config: Any, given: Iterable[str]) -> None:
+def warn_of_names(config: Any, given: Mapping[str, Any]) -> None:
     """Warn of names that are no fields: misspelt ones, and those that no model of transformers has."""
     fields = [field.name for field in dataclasses.fields(config)]
     for name in given:
@@ -65,7 +65,7 @@ def warn_of_names(config: Any, given: Iterable[str]) -> None:
             closest = f"; the closest is {close[0]!r}" if close else ""
             logger.warning(f"{type(config).__name__} has no field {name!r} and ignores it{closest}.")
     if "mlp_ratio" in given:
-        logger.warning(f"mlp_ratio is ignored: intermediate_size={config.intermediate_size}.")
+        logger.warning(f"mlp_ratio={given['mlp_ratio']} is ignored: intermediate_size={config.intermediate_size}.")
 
 
 def check_names(config: Any) -> None:
