@@ -7,4 +7,4 @@ Files here import each other, `rotation` and `saved_code`. Start with `positions
 that a checkpoint contains those that it needs.
 """
 
-from . import commuting_encodings, fixed_encodings, liere, product_encodings  # noqa: F401 (offer encodings)
+from . import commuting_encodings, fixed_encodings, liere, product_encodings, rounded_planes  # noqa: F401 (offer encodings)

@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
-from .encoding_traits import ENCODING_CLASSES, TRAINING_ONLY, needs_exponential, rotary_traits, traits_of
+from .encoding_traits import ENCODING_CLASSES, ROUNDED, TRAINING_ONLY, needs_exponential, rotary_traits, traits_of
 from .rotary_encoding import RotaryEncoding
 from .rotary_fields import RotaryFields, check_rotations
 
@@ -61,7 +61,12 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
     if config.folded_grids is not None:
         kind = kind.folded_class(config)
     elif getattr(config, "round_angles", False):
-        kind = kind.rounded_class(config)
+        if config.position_encoding not in ("rope_mixed", "liere") or config.block_size != 2:
+            raise ValueError(
+                f"round_angles=True is for planes, not for {config.position_encoding} with block_size="
+                f"{config.block_size}; accepted: rope_mixed, and liere with block_size=2."
+            )
+        kind = ROUNDED[config.position_encoding]
     encoding = kind(config, num_axes)
     encoding.reset_parameters()
     return encoding

@@ -1,6 +1,5 @@
-"""LieRE, whose generators are free, with planes that are rounded, and folded for inference."""
+"""LieRE, whose generators are free, and folded for inference."""
 
-import functools
 import math
 from collections.abc import Iterable
 from typing import TypeGuard
@@ -9,10 +8,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..fast.scaling_and_squaring import Rays
 from ..rotation.bases import skew_entries
 from ..rotation.grouped_rotation import Rotation
-from ..rotation.rotation import BlockRotation, RoundedPlaneRotation
+from ..rotation.rotation import BlockRotation
 from ..rotation.spins import representation
 from .encoding_traits import ENCODING_CLASSES, needs_exponential
 from .positions import GridPositions, GroupedPositions, TokenPositions
@@ -94,29 +92,6 @@ class LieRE(RotaryEncoding):
     @classmethod
     def folded_class(cls, config) -> type[RotaryEncoding]:
         return FoldedLieRE if needs_exponential(config) else cls
-
-    @classmethod
-    def rounded_class(cls, config) -> type[RotaryEncoding]:
-        return RoundedPlanes if config.block_size == 2 else super().rounded_class(config)
-
-
-class RoundedPlanes(LieRE):
-    """
-    Planes whose angles, cosines and sines are rounded to float32, as those of most rotary modules: with their
-    frequencies, the same bits. Angles of RoPE-Mixed are p_1 f_1 + p_2 f_2 + … in this order.
-    """
-
-    def rotations_from(
-        self, positions: TokenPositions, entries: torch.Tensor, dtype: torch.dtype | None, rays: Rays | None = None
-    ) -> list[Rotation]:
-        coordinates = positions.coordinates.float().reshape(-1, self.num_axes)  # (B · N, A)
-        rotations: list[Rotation] = []
-        for layer in entries.squeeze(-1).float().unbind(1):  # (A, heads, planes)
-            products = (p.unsqueeze(-1) * f.flatten() for p, f in zip(coordinates.unbind(-1), layer))
-            angles = functools.reduce(torch.add, products)  # (B · N, H · planes)
-            planes = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (B · N, H · planes, 2)
-            rotations.append(RoundedPlaneRotation(self.to_tokens(planes, positions, layer.shape[1])))
-        return self.repeat_for_layers(rotations)
 
 
 class FoldedLieRE(LieRE):

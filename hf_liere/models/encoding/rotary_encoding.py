@@ -262,19 +262,6 @@ class RotaryEncoding(LearnedRotations):
         """The class for a folded model: this one if its rotations cost only cos and sin."""
         return cls
 
-    @classmethod
-    def rounded_class(cls, config) -> "type[RotaryEncoding]":
-        """
-        The class for `round_angles`.
-
-        Raises:
-            ValueError: if the encoding has none.
-        """
-        raise ValueError(
-            f"round_angles=True is for planes, not for {config.position_encoding} with block_size={config.block_size}; "
-            "accepted: rope_mixed, and liere with block_size=2."
-        )
-
     def plane_basis(self, device: torch.device) -> torch.Tensor | None:
         """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
         return None

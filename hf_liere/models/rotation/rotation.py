@@ -153,16 +153,6 @@ class PlaneRotation(NamedTuple):
         return self._replace(cos_sin=change(self.cos_sin), phases=phases)
 
 
-class RoundedPlaneRotation(PlaneRotation):
-    """Planes that are rotated by two products and one sum, each rounded, as most implementations of RoPE do."""
-
-    def _rotate_planes(
-        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rotated = rotate_channels(drop_empty_key(query, key), cos_sin, portable=True)  # (B, H, N, D) each
-        return restore_empty_key(rotated, key)
-
-
 class BlockRotation(NamedTuple):
     """
     R(p) multiplies blocks of neighbouring channels by rotation matrices (LieRE eq. 4). Methods are those of

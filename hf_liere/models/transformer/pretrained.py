@@ -74,10 +74,7 @@ class LieREPreTrainedModel(PreTrainedModel):
         return super().train(mode)
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
-        """
-        Raises:
-            ValueError: for `use_reentrant=True`, which would lose the gradients of the rotations.
-        """
+        """Raises `ValueError` for `use_reentrant=True`, which would lose the gradients of the rotations."""
         if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
             raise ValueError(
                 "use_reentrant=True was given, which differentiates with respect to single tensors, not to rotations; "
