@@ -28,8 +28,6 @@ from .run_records import RESULTS_FILE, is_describable
 CARD = "README.md"
 PICTURE = "accuracy_by_image_size.png"
 NO_LICENSE = "No licence was chosen for these weights."
-# A card lists at most this many class names.
-SHOWN_CLASSES = 20
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,10 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     video = "num_frames" in facts.model or "Video" in architecture
     data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.shared_data]
     hub_ids = list(dict.fromkeys(one["hub_id"] for one in data if one.get("hub_id")))
-    task = _task(architecture)
+    task, library = _task(architecture), library_of(facts.model.get("base_model_type"))
     metadata = ModelCardData(
         license=facts.license,
-        library_name=library_of(facts.model.get("base_model_type")),
+        library_name=library,
         pipeline_tag=task,
         base_model=facts.base_model,
         datasets=hub_ids or None,
@@ -121,7 +119,6 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         encoding=encoding,
         paper=common["papers"][encoding["paper"]],
         rotary=facts.encoding in ENCODING_TRAITS,
-        keeps_table=_keeps_table(facts),
         described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
         evaluated=facts.evaluation_data or facts.dataset,
         picture=PICTURE if pictures else None,
@@ -134,36 +131,15 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         inputs=format_inputs,
         percent=_percent,
         value=_value,
-        shown_classes=SHOWN_CLASSES,
+        sides=height_and_width,
         examples="clips" if video else "images",
         folder=folder,
-        adapter=facts.architecture == "adapter",
-        library=library_of(facts.model.get("base_model_type")),
-        **_snippet(facts, repo_id),
+        repo_id=repo_id or "OWNER/NAME",
+        library=library,
+        auto_class=_auto_class(architecture),
+        module=None if architecture == "adapter" else model_class(architecture).config_class.code_file,
     )
     return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)
-
-
-def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
-    """Template variables of the card's code example."""
-    assert facts.architecture is not None, "render_card names one"
-    architecture, channels = facts.architecture, facts.model.get("num_channels", 3)
-    auto_class = _auto_class(architecture)
-    processor = "AutoVideoProcessor" if "Video" in architecture else "AutoImageProcessor"
-    height, width = height_and_width(facts.model.get("image_size", 224))
-    frames = [facts.model["num_frames"]] if "num_frames" in facts.model else []
-    return {
-        "repo_id": repo_id or "OWNER/NAME",
-        "auto_class": auto_class,
-        "module": None if architecture == "adapter" else model_class(architecture).config_class.code_file,
-        "processor": processor if facts.has_processor else None,
-        "classifies": architecture.endswith("Classification"),
-        "embeds_images": architecture == "RotaryCLIPModel",
-        "mode": "L" if channels == 1 else "RGB",
-        "input_shape": [1, *frames, channels, height, width],
-        "shown_answers": min(len(facts.class_names) or 3, 3),
-        "imported": ", ".join(sorted(filter(None, (processor if facts.has_processor else None, auto_class)))),
-    }
 
 
 def push_card(
@@ -275,12 +251,6 @@ def _plot(facts: Facts) -> bytes:
     figure.savefig(content, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
     return content.getvalue()
-
-
-def _keeps_table(facts: Facts) -> bool:
-    """Whether a table also encodes positions, so that attention depends on more than the rotations."""
-    own = facts.encoding != "absolute" and facts.model.get("use_absolute_position_embeddings", False)
-    return bool(own) or facts.model.get("keep_absolute", "drop") != "drop"
 
 
 def _evaluation_data(facts: Facts) -> dict[str, Any]:
