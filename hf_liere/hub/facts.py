@@ -191,7 +191,10 @@ def load_facts(path: str | Path) -> Facts:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise FactsError(f"{path.name} is not a readable yaml file: {' '.join(str(error).split())}.") from None
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
+        place = f", line {mark.line + 1}" if mark else ""
+        raise FactsError(f"{path.name} is not a readable yaml file{place}: {reason}.") from None
     known = {item.name: item for item in fields(Facts)}
     if not isinstance(content, dict) or set(content) - set(known):
         unknown = sorted(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
