@@ -252,7 +252,7 @@ def test_a_report_is_complete_or_absent(tiny, tmp_path, error):
         "limit": "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))",
         "interrupt": "import hf_liere.inspection.report as report; "
-        "report.render = lambda *arguments: __import__('signal').raise_signal(2)",
+        "report.render_report = lambda *arguments: __import__('signal').raise_signal(2)",
     }[error]
     program += "; import sys; from hf_liere.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "inspect", folder, "--output", tmp_path / "out" / "r"]
