@@ -76,26 +76,26 @@ def test_files_that_travel_import_each_other_alone(path):
 
 
 def test_rooms_of_models_import_those_before_them():
-    """The code of a checkpoint is made of modules by name, so their names differ."""
+    """Whoever wants to know what a rotation is need not know how it is computed, or what other models rotate."""
     assert len({path.stem for path in TRAVELLING}) == len(TRAVELLING)
     for number, room in enumerate(ROOMS):
         files = [path for path in TRAVELLING if path.parent == MODELS / room]
-        assert 0 < len(files) <= 16
+        assert files
+        below = set() if room == "probing" else set(ROOMS[:number]) - (set() if room == "patched" else {"probing"})
         for path in files:
-            assert path.read_text().count("\n") <= 400, path.name
             imported = {name[2:].partition(".")[0] for name in imports(path) if name.startswith("..")}
-            assert imported <= {*ROOMS[:number], "saved_code"}, f"{path.name}: {sorted(imported)}"
+            assert imported <= {*below, "saved_code"}, f"{path.name}: {sorted(imported)}"
     assert {path.parent for path in TRAVELLING} == {MODELS, *(MODELS / room for room in ROOMS)}
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_files_of_a_room_import_in_no_circle(room):
+def test_files_of_a_room_import_in_no_circle_and_on_few_floors(room):
     arrows = {
         path.stem: {name[1:] for name in imports(path) if name.startswith(".") and not name.startswith("..")}
         for path in (MODELS / room).glob("*.py")
         if path.name != "__init__.py"
     }
-    assert_no_circle(arrows)
+    assert max(assert_no_circle(arrows).values()) <= 6
 
 
 def test_imports_run_one_way():

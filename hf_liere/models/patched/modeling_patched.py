@@ -27,7 +27,6 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .patched_configuration import RotaryConfigMixin, RotaryModelType, replace_config
-from .pretrained_rope import PretrainedPlanes
 from .rotary_patch import RotaryPatchConfig, plan
 from .tower_patch import TowerPlan, attach, detach, patched_towers
 
@@ -184,7 +183,7 @@ def patch_in_place(model: nn.Module, plans: list[TowerPlan], encodings: list[nn.
 
 def _refuse_split_heads(size: int | None, encodings: list[nn.Module]) -> None:
     """Raise `ValueError` if tensor parallelism would split heads that rotate differently."""
-    if (size or 1) > 1 and not all(isinstance(encoding, PretrainedPlanes) for encoding in encodings):
+    if (size or 1) > 1 and not all(getattr(encoding, "rotates_heads_alike", False) for encoding in encodings):
         raise ValueError(
             f"tensor parallelism (tp_plan) over {size} processes splits heads, but not their rotations; accepted: "
             "position_encoding='rope_mixed' with rotary_init='pretrained', which rotates all heads alike."

@@ -192,6 +192,9 @@ class PretrainedPlanes(PretrainedRope):
             `log_factors_1`, `log_factors_2` and so on.
     """
 
+    # Tensor parallelism splits heads.
+    rotates_heads_alike = True
+
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)
         if config.block_size not in (None, 2):
