@@ -6,8 +6,8 @@ kernels compute float32 and bfloat16 on CPUs; plain operations of PyTorch comput
 import torch
 
 from . import kernels  # noqa: F401 — it registers the kernels
-from .models.rotation.bases import skew
 from .models.fast.dispatch import working_dtype
+from .models.rotation.bases import skew
 from .models.rotation.exponential import block_rotations
 from .models.rotation.rotation import BlockRotation
 
