@@ -298,7 +298,7 @@ def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
     (expected.sum()).backward()
     gradient = model.rotary_encoding.generators.grad.clone()
     model.zero_grad()
-    monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.ALL_LAYERS_BYTES", 1000)
+    monkeypatch.setattr("hf_liere.models.encoding.liere.ALL_LAYERS_BYTES", 1000)
     grid = model.config.train_grid
     rotations = model.rotations(model.grid_positions(grid, pixel_values.device))
     assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"
