@@ -76,7 +76,8 @@ def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tm
         assert found["package"].keys() == expected.keys()
     for way, results in found.items():
         for kind, result in results.items():
-            assert torch.equal(result, expected[kind]), f"{kind} {way}"
+            # Weights are compared above; where they lie in memory decides the order of sums in matrix products.
+            torch.testing.assert_close(result, expected[kind], rtol=0, atol=2e-6, msg=f"{kind} {way}")
 
 
 def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, capsys):
