@@ -43,7 +43,6 @@ FOREIGN_NAMES = {
     **dict.fromkeys(("patch_drop", "patch_drop_rate", "patch_dropout"), "patch_dropout_prob"),
     **dict.fromkeys(("init_values", "layer_scale", "layerscale", "layer_scale_init_value"), "layerscale_value"),
     **dict.fromkeys(("act_layer", "activation", "activation_function", "hidden_activation"), "hidden_act"),
-    **dict.fromkeys(("norm_eps", "eps", "layernorm_eps"), "layer_norm_eps"),
     **dict.fromkeys(("class_token", "cls_token", "use_cls_token"), "use_class_token"),
     **dict.fromkeys(("reg_tokens", "register_tokens", "num_registers", "num_reg_tokens"), "num_register_tokens"),
     **dict.fromkeys(("global_pool", "pool", "pool_type"), "pooling"),

@@ -123,6 +123,13 @@ class ModelTests(modeling.ModelTesterMixin):
     # There are no token embeddings.
     test_resize_embeddings = False
 
+    def test_training_gradient_checkpointing_use_reentrant_true(self):
+        """Refused: it differentiates with respect to single tensors, not to rotations."""
+        for model_class in self.all_model_classes:
+            model = model_class(self.model_tester.prepare_config_and_inputs_for_common()[0])
+            with self.assertRaisesRegex(ValueError, "use_reentrant=True was given"):
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+
     def test_model_get_set_embeddings(self):
         """As transformers' own image models have it: what embeds patches is no `nn.Embedding`."""
         for model_class in self.all_model_classes:
