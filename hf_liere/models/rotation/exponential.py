@@ -3,9 +3,7 @@
 import torch
 
 from ..fast.exponentials import layer_block_rotations
-from ..fast.scaling_and_squaring import (
-    Rays,
-)
+from ..fast.scaling_and_squaring import Rays
 
 
 def block_rotations(
