@@ -20,7 +20,7 @@ from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
 from .reading import FoundRotation, UnreadableError, find_rotations
 from .rotation import STYLES, Rotation
-from .vectors import FORMAT, Vectors, VectorsError, check_file, read_tensors, read_vectors, write_vectors
+from .vectors import Vectors, check_file, read_vectors, write_vectors
 
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -49,7 +49,8 @@ def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
             "transformers that rotate queries and keys."
         )
     others = {part.rotation.name: part.rotation for part in found}
-    lines = [f"{name} ({type(model).__name__})", *(describe(part, measure(part, others)) for part in found)]
+    lines = [f"{name} ({type(model).__name__})"]
+    lines += [line for part in found for line in _describe(part, measure(part, others))]
     lines += [f"not described: {reason}" for reason in refused]
     lines += [f"ALARM: {alarm}" for alarm in (find_cache_faults(model) if with_weights else ())]
     return "\n".join(lines)
@@ -69,35 +70,35 @@ def _split(found: Iterable[FoundRotation | UnreadableError]) -> tuple[list[Found
 
 def _describe_diffusion(name: str, found: FoundDiffusion) -> list[str]:
     rotation = found.rotation
-    lines = [f"{name} ({found.class_name} of diffusers)", rotation.name]
-    lines += [f"  {title:<12}{text}" for title, text in _describe_rotation(rotation, dict.fromkeys(found.layers, True))]
-    lines += _show_spectrum(rotation)
-    return lines + [f"  {'note':<12}{remark}" for remark in found.remarks]
+    rows = _describe_rotation(rotation, dict.fromkeys(found.layers, True))
+    rows += [("note", remark) for remark in found.remarks]
+    return [f"{name} ({found.class_name} of diffusers)", rotation.name, *map(_lay_out, rows)]
 
 
-def describe(found: FoundRotation, measurement: Measurement) -> str:
+def _describe(found: FoundRotation, measurement: Measurement) -> list[str]:
     """The lines on one rotation."""
-    rotation, lines = found.rotation, [f"{found.rotation.name} ({type(found.rope).__name__})"]
-    lines += [f"  {title:<12}{text}" for title, text in _describe_rotation(rotation, found.layers)]
-    lines += _show_spectrum(rotation)
-    loaded = measurement.loaded
+    rows, loaded = _describe_rotation(found.rotation, found.layers), measurement.loaded
     states = "float32" if loaded.allowed <= ALARM + 1e-6 else f"float32 rounds up to {loaded.allowed - ALARM:.1g}"
-    lines.append(f"  {'error':<12}{loaded.error:.1e} rad at {_show_position(loaded)} ({states})")
-    lines.append("              " + ", ".join(f"{error:.0e} up to {bound:g}" for bound, error in loaded.by_position))
-    lines += [f"  {'note':<12}{remark}" for remark in found.remarks]
+    rows.append(("error", f"{loaded.error:.1e} rad at {_show_position(loaded)} ({states})"))
+    rows.append(("", ", ".join(f"{error:.0e} up to {bound:g}" for bound, error in loaded.by_position)))
+    rows += [("note", remark) for remark in found.remarks]
     if found.differs:
-        lines.append(f"  {'ALARM':<12}frequencies or attention factor are not those that the configuration asks for")
-    lines += [f"  {'ALARM':<12}{text}" for text in _describe_causes(loaded)]
-    lines += [f"  {'ALARM':<12}{alarm}" for alarm in measurement.alarms]
+        rows.append(("ALARM", "frequencies or attention factor are not those that the configuration asks for"))
+    rows += [("ALARM", alarm) for alarm in (*_describe_causes(loaded), *measurement.alarms)]
     for name, diagnosis in measurement.conversions.items():
         if not diagnosis.is_right:
-            lines.append(f"  {'hazard':<12}{name}: {'; '.join(_describe_causes(diagnosis))}")
+            rows.append(("hazard", f"{name}: {'; '.join(_describe_causes(diagnosis))}"))
     if measurement.is_right and not found.differs:
-        lines.append(f"  {'right':<12}as it is, at two sizes and with a cache")
-    return "\n".join(lines)
+        rows.append(("right", "as it is, at two sizes and with a cache"))
+    return [f"{found.rotation.name} ({type(found.rope).__name__})", *map(_lay_out, rows)]
+
+
+def _lay_out(row: tuple[str, str]) -> str:
+    return "  {:<12}{}".format(*row)
 
 
 def _describe_rotation(rotation: Rotation, served: Mapping[str, bool | None]) -> list[tuple[str, str]]:
+    """(title, text) of lines."""
     counts = {state: sum(value is state for value in served.values()) for state in (True, False, None)}
     layers = f"{counts[True]} rotate"
     if counts[False]:
@@ -118,7 +119,7 @@ def _describe_rotation(rotation: Rotation, served: Mapping[str, bool | None]) ->
         described.append(("frequencies", f"{len(set(rotation.frequency_of_plane))}, {law['rope_type']}, {fields}"))
     if rotation.factor != 1:
         described.append(("factor", f"cos and sin times {rotation.factor:.6g}"))
-    return described
+    return described + [("" if row else "period", text) for row, text in enumerate(_draw_spectrum(rotation))]
 
 
 def _show(value: object) -> str:
@@ -132,10 +133,6 @@ def _describe_runs(axes: Sequence[int]) -> str:
     if len(starts) > 6:
         return " ".join(map(str, axes[:12])) + (" …" if len(axes) > 12 else "")
     return " ".join(f"{length}×{axes[start]}" for start, length in zip(starts, lengths))
-
-
-def _show_spectrum(rotation: Rotation) -> list[str]:
-    return [f"  {'' if row else 'period':<12}{text}" for row, text in enumerate(_draw_spectrum(rotation))]
 
 
 def _draw_spectrum(rotation: Rotation) -> list[str]:
@@ -233,13 +230,6 @@ def check(path: str, model: str | None = None, **options: Any) -> tuple[str, boo
     Returns:
         The lines to print, and whether everything is right.
     """
-    if model is None:
-        _, metadata = read_tensors(path)
-        if metadata.get("format") != FORMAT:
-            raise VectorsError(
-                f"{path} does not contain the metadata of test vectors: keep them, or name the model, or the file of "
-                "its test vectors, before --check."
-            )
     if model is None or Path(model).suffix == ".safetensors":
         vectors = read_vectors(path if model is None else model)
     else:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,6 +12,8 @@ from .spectrum import compute_spectrum
 
 
 HALF_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# What is rounded in a product under autocast.
+PRODUCT_TYPES = ("frequency_dtype", "position_dtype", "phase_dtype")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def find_faults(
     for kind, find in _FINDERS.items():
         for name, changed in find(rotation):
             yield Fault(kind, name, changed)
+    for kind, name, fields in _CHANGES:
+        yield Fault(kind, name, replace(rotation, **fields))
     if rotation.law is not None:
         for theta in thetas:
             law = {**rotation.law, "rope_theta": theta}
@@ -92,12 +96,10 @@ def _find_scaling(rotation: Rotation) -> Found:
     kind = law["rope_type"]
     plain, _ = compute_law({**law, "rope_type": "default"}, rotation.frequency_of_plane)
     factor = law.get("factor", 1.0)
-    proposals = {f"scaling ignored ({kind})": plain}
+    other = f"linear scaling instead of {kind}", plain / factor
     if kind == "linear":
-        proposals["scaling applied twice (linear)"] = plain / factor**2
-    else:
-        proposals[f"linear scaling instead of {kind}"] = plain / factor
-    for name, frequencies in proposals.items():
+        other = "scaling applied twice (linear)", plain / factor**2
+    for name, frequencies in ((f"scaling ignored ({kind})", plain), other):
         if not torch.equal(frequencies, rotation.frequencies):
             yield name, replace(rotation, frequencies=frequencies)
 
@@ -182,37 +184,6 @@ def _find_axes(rotation: Rotation) -> Found:
             yield f"{name}: positions are read from other columns", replace(rotation, axes=axes)
 
 
-def _find_offset(rotation: Rotation) -> Found:
-    yield "positions one too large", replace(rotation, offset=1.0)
-    yield "positions one too small", replace(rotation, offset=-1.0)
-
-
-def _find_direction(rotation: Rotation) -> Found:
-    yield "opposite direction (sin has the wrong sign)", replace(rotation, sign=-1)
-    yield "opposite direction (sin has the wrong sign)", replace(rotation, state_sign=-1)
-
-
-def _find_unrotated(rotation: Rotation) -> Found:
-    yield "queries are not rotated", replace(rotation, unrotated=("query",))
-    yield "keys are not rotated", replace(rotation, unrotated=("key",))
-    yield "queries and keys are not rotated", replace(rotation, unrotated=("query", "key"))
-
-
-def _find_rounding(what: str, *fields: str) -> Callable[[Rotation], Found]:
-    def find(rotation: Rotation) -> Found:
-        for dtype, name in HALF_TYPES.items():
-            yield f"{what} rounded to {name}", replace(rotation, **dict.fromkeys(fields, dtype))
-
-    return find
-
-
-def _find_phase(rotation: Rotation) -> Found:
-    yield from _find_rounding("phase", "phase_dtype")(rotation)
-    product = ("frequency_dtype", "position_dtype", "phase_dtype")
-    for found, changed in _find_rounding("", *product)(rotation):
-        yield f"positions, frequencies and phase{found} (a product under autocast)", changed
-
-
 _FINDERS: dict[str, Callable[[Rotation], Found]] = {
     "pairs": _find_pairs,
     "scaling": _find_scaling,
@@ -221,11 +192,25 @@ _FINDERS: dict[str, Callable[[Rotation], Found]] = {
     "place": _find_place,
     "sections": _find_sections,
     "axes": _find_axes,
-    "offset": _find_offset,
-    "direction": _find_direction,
-    "unrotated": _find_unrotated,
-    "frequency type": _find_rounding("frequencies", "frequency_dtype"),
-    "position type": _find_rounding("positions", "position_dtype"),
-    "phase type": _find_phase,
-    "output type": _find_rounding("cos and sin", "output_dtype"),
 }
+# The kind, the name and the changed fields of faults that no rotation excludes.
+_CHANGES: list[tuple[str, str, dict[str, Any]]] = [
+    ("offset", "positions one too large", {"offset": 1.0}),
+    ("offset", "positions one too small", {"offset": -1.0}),
+    ("direction", "opposite direction (sin has the wrong sign)", {"sign": -1}),
+    ("direction", "opposite direction (sin has the wrong sign)", {"state_sign": -1}),
+    ("unrotated", "queries are not rotated", {"unrotated": ("query",)}),
+    ("unrotated", "keys are not rotated", {"unrotated": ("key",)}),
+    ("unrotated", "queries and keys are not rotated", {"unrotated": ("query", "key")}),
+]
+_CHANGES += [
+    (kind, name.format(f"rounded to {type_name}"), dict.fromkeys(fields, dtype))
+    for kind, name, fields in (
+        ("frequency type", "frequencies {}", ["frequency_dtype"]),
+        ("position type", "positions {}", ["position_dtype"]),
+        ("phase type", "phase {}", ["phase_dtype"]),
+        ("phase type", "positions, frequencies and phase {} (a product under autocast)", PRODUCT_TYPES),
+        ("output type", "cos and sin {}", ["output_dtype"]),
+    )
+    for dtype, type_name in HALF_TYPES.items()
+]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..models.probing.coordinate_probe import TOKENS, frequency_buffers
 from ..models.probing.module_inspection import CACHES, cache_name, forward_arguments
 from .diagnosis import Diagnosis, Evidence, diagnose
-from .reading import CALL_ERRORS, CosSin, FoundRotation
+from .reading import CALL_ERRORS, FoundRotation
 from .rotation import choose_positions
 
 
@@ -50,7 +50,8 @@ def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
     with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         measurement = Measurement(_compare(found, copy.deepcopy(found.rope), torch.float32, others))
-        measurement.alarms = list(_find_dependencies(found))
+        find_dependencies = _compare_images if found.reads_pixels else _compare_sequences
+        measurement.alarms = list(find_dependencies(found))
         for name, rope, dtype, context in _convert(found.rope):
             with context:
                 try:
@@ -74,58 +75,41 @@ def _convert(rope: nn.Module) -> Iterator[tuple[str, nn.Module, torch.dtype, con
 def find_positions_of(found: FoundRotation) -> torch.Tensor:
     """(N, A) positions at which a rotation is compared: chosen ones, or an image's for modules that read pixels."""
     if found.reads_pixels:
-        return found.coordinates_of_image(image_size(found, GRID))
+        return found.coordinates_of_image(found.image_size(GRID))
     return choose_positions(found.rotation.num_axes, found.rotation.longest)
-
-
-def image_size(found: FoundRotation, grid: tuple[int, int]) -> tuple[int, int]:
-    """(height, width) of an image with so many rows and columns of patches."""
-    rows, columns = found.patch_size
-    return grid[0] * rows, grid[1] * columns
-
-
-def _compute(found: FoundRotation, rope: nn.Module, positions: torch.Tensor, dtype: torch.dtype) -> CosSin:
-    if found.reads_pixels:
-        return found.compute_of_image(image_size(found, GRID), rope, dtype)
-    return found.compute_cos_sin(positions, rope, dtype)
 
 
 def _compare(found: FoundRotation, rope: nn.Module, dtype: torch.dtype, others: dict | None) -> Diagnosis:
     positions = find_positions_of(found)
-    cos, sin = _compute(found, rope, positions, dtype)  # 2 × (N, D)
+    cos, sin = found.compute(found.image_size(GRID) if found.reads_pixels else positions, rope, dtype)  # 2 × (N, D)
     return diagnose(found.rotation, Evidence(positions, {}, {"cos": cos, "sin": sin}), others)
-
-
-def _find_dependencies(found: FoundRotation) -> Iterator[str]:
-    """Faults of a module whose results depend on more than the position of a token."""
-    return _compare_images(found) if found.reads_pixels else _compare_sequences(found)
 
 
 def _compare_images(found: FoundRotation) -> Iterator[str]:
     rope = copy.deepcopy(found.rope)
-    size, *other_sizes = (image_size(found, grid) for grid in (GRID, *OTHER_GRIDS))
-    first = found.compute_of_image(size, rope)
+    size, *other_sizes = map(found.image_size, (GRID, *OTHER_GRIDS))
+    first = found.compute(size, rope)
     for other in other_sizes:
-        changed, fresh = (found.compute_of_image(other, module) for module in (rope, copy.deepcopy(found.rope)))
+        changed, fresh = (found.compute(other, module) for module in (rope, copy.deepcopy(found.rope)))
         if not _are_equal(changed, fresh):
             yield f"an image of {other} px gets other rotations after one of {size} px than alone"
-    if not _are_equal(first, found.compute_of_image(size, rope)):
+    if not _are_equal(first, found.compute(size, rope)):
         yield f"an image of {size} px gets other rotations after other images"
 
 
 def _compare_sequences(found: FoundRotation) -> Iterator[str]:
     rope = copy.deepcopy(found.rope)
     positions = find_positions_of(found)
-    whole = found.compute_cos_sin(positions, rope)  # 2 × (N, D)
+    whole = found.compute(positions, rope)  # 2 × (N, D)
     order = positions.amax(1).argsort()  # the nearest first
     half = order[: len(order) // 2].sort().values
     wanted = [x[half] for x in whole]
     for module, length in ((copy.deepcopy(found.rope), "in"), (rope, "after")):
-        if not _are_equal(found.compute_cos_sin(positions[half], module), wanted):
+        if not _are_equal(found.compute(positions[half], module), wanted):
             yield f"the same positions get other rotations {length} a longer sequence"
     # As a cache passes them: one token in each call.
     for token in (0, int(order[len(order) // 2]), int(order[-1])):
-        alone = found.compute_cos_sin(positions[token : token + 1], rope)
+        alone = found.compute(positions[token : token + 1], rope)
         if not _are_equal(alone, [x[token : token + 1] for x in whole]):
             yield f"position {positions[token].tolist()} alone, as with a cache, gets another rotation"
             break

@@ -29,15 +29,8 @@ CALL_ERRORS = (AttributeError, LookupError, NameError, RuntimeError, TypeError, 
 
 
 CosSin: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Head:
-    """One attention module of a model, with the channels of its heads and the pairs of these that it rotates."""
-
-    probe: Probe
-    head_dim: int
-    pairs: Pairs
+# (N, A) positions; for modules that read pixels, the (height, width) of an image.
+Place: TypeAlias = torch.Tensor | tuple[int, int]
 
 
 class UnreadableError(ValueError):
@@ -55,7 +48,7 @@ class FoundRotation:
         options: Arguments that select the type of layers.
         arguments: With which the module was called for a few tokens; only their form matters.
         layers: The attention modules that it serves, and whether each rotates; `None` where a call fails.
-        head: What shows its pairs, or `None`.
+        probe: The attention module that shows its pairs, or `None`.
         remarks: What could not be found, or does not agree with the configuration.
         differs: Whether the module's own frequencies differ from those of the configuration.
     """
@@ -65,7 +58,7 @@ class FoundRotation:
     options: dict[str, Any]
     arguments: tuple
     layers: dict[str, bool | None]
-    head: Head | None
+    probe: Probe | None
     remarks: list[str] = field(default_factory=list)
     differs: bool = False
 
@@ -73,20 +66,16 @@ class FoundRotation:
     def reads_pixels(self) -> bool:
         return not takes(self.rope, "position_ids")
 
-    def compute_cos_sin(
-        self, positions: torch.Tensor, rope: nn.Module | None = None, dtype: torch.dtype = torch.float32
-    ) -> CosSin:
-        """(N, A) positions → (N, D) cos and sin of the module, or of a changed copy of it, for states of a type."""
-        rope = self.rope if rope is None else rope
-        states, like = self.arguments
-        return _call(rope, states.to(dtype), _shape_as(positions, like), self.options)
-
-    def compute_of_image(
-        self, size: tuple[int, int], rope: nn.Module | None = None, dtype: torch.dtype = torch.float32
-    ) -> CosSin:
-        """As `compute_cos_sin`, for an image of (height, width)."""
-        rope = self.rope if rope is None else rope
-        return _call(rope, torch.zeros(1, 3, *size, dtype=dtype), None, self.options)
+    @torch.no_grad()
+    def compute(self, place: Place, rope: nn.Module, dtype: torch.dtype = torch.float32) -> CosSin:
+        """(N, D) cos and sin of the module's copy `rope` at a place, for states of a type."""
+        if isinstance(place, torch.Tensor):
+            states, like = self.arguments
+            arguments = [states.to(dtype), _shape_as(place, like)]
+        else:
+            arguments = [torch.zeros(1, 3, *place, dtype=dtype)]
+        cos, sin = split_cos_sin(type(rope).forward(rope, *arguments, **self.options))
+        return cos.flatten(0, -2), sin.flatten(0, -2)
 
     def coordinates_of_image(self, size: tuple[int, int]) -> torch.Tensor:
         """(N, A), float64, of an image."""
@@ -94,17 +83,11 @@ class FoundRotation:
         columns = [self.rotation.columns[self.rotation.axes.index(axis)] for axis in range(self.rotation.num_axes)]
         return found.flatten(0, -2)[:, columns].double()
 
-    @property
-    def patch_size(self) -> tuple[int, int]:
+    def image_size(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """(height, width) of an image with so many rows and columns of patches."""
         patch = self.rope.config.patch_size
-        return tuple(patch) if isinstance(patch, (list, tuple)) else (patch, patch)
-
-
-def _call(rope: nn.Module, states: torch.Tensor, positions: torch.Tensor | None, options: dict) -> CosSin:
-    arguments = (states,) if positions is None else (states, positions)
-    with torch.no_grad():
-        cos, sin = split_cos_sin(type(rope).forward(rope, *arguments, **options))
-    return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
+        rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+        return grid[0] * rows, grid[1] * columns
 
 
 def _shape_as(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -175,12 +158,12 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
     law, remarks = spectrum.law, [] if spectrum.remark is None else [spectrum.remark]
     indices = tuple(spectrum.indices[layout.frequencies[channel]] for channel in layout.first_channels())
     frequencies, factor = (buffer[list(indices)], layout.factor) if law is None else compute_law(law, indices)
-    head, rotating = _examine_layers(tower, layers)
+    probe, pairs, head_dim, rotating = _examine_layers(tower, layers)
     if tower.others:
         remarks.append("which attention modules use it is decided when the model runs")
     elif not any(state is not False for state in rotating.values()):
         remarks.append("no layer rotates by it")
-    elif head is None:
+    elif probe is None:
         remarks.append("which channels attention rotates is unknown: it cannot be called alone, or moves channels")
     rotation = Rotation(
         name=label,
@@ -189,13 +172,13 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
         num_axes=num_axes,
         channels=layout.planes,
         factor=factor,
-        pairs=None if head is None else head.pairs,
-        head_dim=None if head is None else head.head_dim,
+        pairs=pairs,
+        head_dim=head_dim,
         law=law,
         frequency_of_plane=indices,
         longest=_find_longest(config, law, num_axes),
     )
-    return FoundRotation(rotation, rope, options, arguments, rotating, head, remarks, spectrum.differs)
+    return FoundRotation(rotation, rope, options, arguments, rotating, probe, remarks, spectrum.differs)
 
 
 def _name_axes(layout: RopeLayout, arguments: tuple, coordinates: torch.Tensor) -> tuple[list[int], int]:
@@ -283,9 +266,11 @@ def _find_longest(config: object, law: dict | None, num_axes: int) -> int:
     return (LONGEST_TEXT if num_axes == 1 else LONGEST_GRID) - 1
 
 
-def _examine_layers(tower: RopeTower, layers: list[int]) -> tuple[Head | None, dict[str, bool | None]]:
-    """The head of the first of these layers whose pairs can be seen, and whether each layer rotates."""
-    head: Head | None = None
+def _examine_layers(
+    tower: RopeTower, layers: list[int]
+) -> tuple[Probe | None, Pairs | None, int | None, dict[str, bool | None]]:
+    """The probe, pairs and width of a head of the first of these layers that shows them; whether each layer rotates."""
+    shown: tuple[Probe | None, Pairs | None, int | None] = None, None, None
     rotating: dict[str, bool | None] = {}
     known: dict[tuple, bool | None] = {}
     for layer in layers:
@@ -295,14 +280,13 @@ def _examine_layers(tower: RopeTower, layers: list[int]) -> tuple[Head | None, d
             probe = Probe.of(tower, layer)
             try:
                 known[kind] = _turns(probe) if layer in tower.sources else rotates(probe)
-                if known[kind] and head is None:
-                    pairs = find_pairs(probe)
+                if known[kind] and shown[0] is None:
                     (query, _), _ = probe.rotate_quarter()
-                    head = Head(probe, query.shape[-1], pairs)
+                    shown = probe, find_pairs(probe), query.shape[-1]
             except CALL_ERRORS:
                 known.setdefault(kind, None)
         rotating[name] = known[kind]
-    return head, rotating
+    return *shown, rotating
 
 
 def _turns(probe: Probe) -> bool:

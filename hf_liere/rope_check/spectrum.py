@@ -46,10 +46,8 @@ def compute_spectrum(law: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     exponents = 2 * torch.arange(count, dtype=torch.float64) / law.get("dim", 2 * count)  # (n,)
     plain = theta**-exponents  # (n,)
     try:
-        if kind in ("default", "axial"):
-            return plain, 1.0
-        if kind == "dynamic":
-            # As it is up to max_position_embeddings.
+        # Dynamic frequencies are as they are up to max_position_embeddings.
+        if kind in ("default", "axial", "dynamic"):
             return plain, 1.0
         if kind == "linear":
             return plain / law["factor"], 1.0
@@ -60,9 +58,9 @@ def compute_spectrum(law: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
             return _scale_llama3(plain, law), 1.0
         if kind == "longrope":
             short = torch.tensor(law["short_factor"], dtype=torch.float64)  # (n,)
-            return plain / short, _longrope_factor(law)
+            return plain / short, _attention_factor(law)
         if kind == "yarn":
-            return _scale_yarn(plain, law), _yarn_factor(law)
+            return _scale_yarn(plain, law), _attention_factor(law)
     except KeyError as error:
         raise ValueError(
             f"rope_type={kind!r} needs {error.args[0]} in rope_parameters; there are {sorted(law)}."
@@ -99,25 +97,25 @@ def _scale_yarn(plain: torch.Tensor, law: Mapping[str, Any]) -> torch.Tensor:
     return plain * (1 - divided) + plain / law["factor"] * divided
 
 
-def _yarn_factor(law: Mapping[str, Any]) -> float:
-    """The attention factor (YaRN, equation 22), with the exponents of DeepSeek-V2 where these are given."""
+def _attention_factor(law: Mapping[str, Any]) -> float:
+    """
+    The attention factor: as given, of LongRoPE (as in Phi-3), or of YaRN (equation 22), with the exponents of
+    DeepSeek-V2 where these are given.
+    """
     if law.get("attention_factor") is not None:
         return float(law["attention_factor"])
+    factor = law["factor"]
+    if factor <= 1:
+        return 1.0
+    if law["rope_type"] == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(law["original_max_position_embeddings"]))
 
     def temper(weight: float) -> float:
-        return 0.1 * weight * math.log(law["factor"]) + 1 if law["factor"] > 1 else 1.0
+        return 0.1 * weight * math.log(factor) + 1
 
     if law.get("mscale") and law.get("mscale_all_dim"):
         return temper(law["mscale"]) / temper(law["mscale_all_dim"])
     return temper(1.0)
-
-
-def _longrope_factor(law: Mapping[str, Any]) -> float:
-    """The attention factor (LongRoPE as in Phi-3)."""
-    if law.get("attention_factor") is not None:
-        return float(law["attention_factor"])
-    factor = law["factor"]
-    return math.sqrt(1 + math.log(factor) / math.log(law["original_max_position_embeddings"])) if factor > 1 else 1.0
 
 
 def read_law(config: object | None, layer_type: str | None, count: int) -> dict[str, Any] | None:

@@ -101,7 +101,8 @@ def read_vectors(path: str | os.PathLike) -> list[Vectors]:
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise VectorsError(
             f"{path} has format {metadata.get('format')!r}, version {metadata.get('version')!r}: accepted are files "
-            f"with the metadata that `hf-liere rope MODEL --vectors FOLDER` writes, {FORMAT!r}, {VERSION!r}."
+            f"with the metadata that `hf-liere rope MODEL --vectors FOLDER` writes, {FORMAT!r}, {VERSION!r}. Without "
+            "them, name the model, or the file of its test vectors, before --check."
         )
     vectors = []
     try:

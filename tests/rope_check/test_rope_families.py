@@ -61,7 +61,7 @@ def places(found, arguments):
 
 def check_attention(found):
     """What attention of transformers makes of the module's own cos and sin, against the rotation in float64."""
-    probe = found.head.probe
+    probe = found.probe
     with torch.no_grad():
         cos, sin = split_cos_sin(type(found.rope).forward(found.rope, *probe.arguments, **probe.options))
         one, zero = torch.ones_like(cos), torch.zeros_like(cos)
@@ -97,7 +97,7 @@ def test_healthy_families_raise_no_alarm_and_agree_with_their_vectors(models, tm
             for tensor, value in stored.tensors().items():
                 assert torch.equal(tensors[f"{part.rotation.name}/{tensor}"], value), (label, tensor)
             assert stored.rotation.describe() == part.rotation.describe()
-            if part.head is not None:
+            if part.probe is not None:
                 check_attention(part)
                 checked += 1
     assert checked >= 45
