@@ -53,7 +53,8 @@ class LieRotaryEmbedding(rotary_embedding.LieRotaryEmbedding):
             ValueError: if the rotations cannot be found, with the reason, or the class refuses them.
         """
         key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        found = find_planes(module, Sizes(num_heads, key_heads, head_dim, num_axes, num_layers), pairing)
+        sizes = Sizes(num_heads, key_heads, head_dim, num_axes, num_layers)
+        frequencies, pairs, is_rounded = find_planes(module, sizes, pairing)
         is_planar = position_encoding == "rope_mixed" or (position_encoding == "liere" and block_size == 2)
         return cls(
             num_heads,
@@ -63,7 +64,7 @@ class LieRotaryEmbedding(rotary_embedding.LieRotaryEmbedding):
             block_size,
             num_key_value_heads=num_key_value_heads,
             num_layers=num_layers,
-            frequencies=found.frequencies,
-            pairing=found.pairs,
-            **{"round_angles": found.rounded and is_planar, **fields},
+            frequencies=frequencies,
+            pairing=pairs,
+            **{"round_angles": is_rounded and is_planar, **fields},
         )

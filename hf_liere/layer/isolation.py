@@ -25,11 +25,11 @@ def copy_module(value: Any, memo: dict[int, Any]) -> Any:
     memo[id(value)] = copied = types.FunctionType(value.__code__, scope, value.__name__, value.__defaults__, cells)
     copied.__kwdefaults__ = value.__kwdefaults__
     for name in _names(value.__code__) & scope.keys():
-        scope[name] = copy_module(scope[name], _share_weights(scope[name], memo))
+        scope[name] = _copy_used(scope[name], memo)
     for cell, own in zip(cells, value.__closure__ or ()):
         with contextlib.suppress(ValueError):
             # An empty cell has no contents.
-            cell.cell_contents = copy_module(own.cell_contents, _share_weights(own.cell_contents, memo))
+            cell.cell_contents = _copy_used(own.cell_contents, memo)
     return copied
 
 
@@ -38,11 +38,11 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _share_weights(value: Any, memo: dict[int, Any]) -> dict[int, Any]:
-    """With the weights of a whole model, of which a function calls but a part."""
+def _copy_used(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy that shares the weights of a whole model, of which a function calls but a part."""
     weights = value.parameters() if isinstance(value, nn.Module) else ()
     memo.update({id(weight): weight for weight in weights if weight.numel() > 2**20})
-    return memo
+    return copy_module(value, memo)
 
 
 class TensorSizes(TorchDispatchMode):

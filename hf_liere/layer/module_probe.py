@@ -6,7 +6,6 @@ never by the name of a class. `models/patched` does so for models of transformer
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,19 +26,11 @@ LARGEST = 2**24
 Pairing = str | Sequence[tuple[int, int]] | None
 # cos and sin, (layers or 1, heads or 1, N, planes) each, and the two channels of every plane.
 Table = tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]
-
-
-class FoundPlanes(NamedTuple):
-    """
-    Attributes:
-        frequencies: (A, layers or 1, heads or 1, planes) in float64, radians per unit.
-        pairs: By plane, the two channels (c, d) that it rotates: c to c·cos − d·sin.
-        rounded: Whether the module rounds angles to float32, so that float32 frequencies give the same bits.
-    """
-
-    frequencies: torch.Tensor
-    pairs: list[tuple[int, int]]
-    rounded: bool
+# One way to call a module: (N, A) positions, and the pairing if it is known, give a table.
+Reader = Callable[[torch.Tensor, Pairing], Table]
+# (A, layers or 1, heads or 1, planes) frequencies in float64, radians per unit; by plane, the two channels (c, d) that
+# it rotates, c to c·cos − d·sin; and whether angles are rounded to float32, so that such frequencies give their bits.
+FoundPlanes = tuple[torch.Tensor, list[tuple[int, int]], bool]
 
 
 class Sizes(NamedTuple):
@@ -50,19 +41,6 @@ class Sizes(NamedTuple):
     head_dim: int
     axes: int
     layers: int
-
-
-class Reader(NamedTuple):
-    """
-    One way to call a module.
-
-    Attributes:
-        steps: Positions on one axis that it takes, ascending.
-        read: (N, A) positions, and the pairing if it is known → [`Table`].
-    """
-
-    steps: list[float]
-    read: Callable[[torch.Tensor, Pairing], Table]
 
 
 class NotARotation(ValueError):
@@ -76,10 +54,8 @@ class DependsOnLength(NotARotation):
 @torch.no_grad()
 def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
     """
-    See [`LieRotaryEmbedding.like`].
-
-    Raises:
-        ValueError: if the module cannot be called, or does not rotate pairs of channels by Σ_a p_a ω_a.
+    See [`LieRotaryEmbedding.like`]. Raises `ValueError` if the module cannot be called, or does not rotate pairs of
+    channels by Σ_a p_a ω_a.
     """
     if pairing is not None:
         channel_pairs(pairing, sizes.head_dim, None)
@@ -87,9 +63,9 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     own = copy_module(module, {})
     own = own.eval().cpu() if isinstance(own, nn.Module) else own
     reason = None
-    for reader in _propose_readers(own, sizes):
+    for steps, read in _propose_readers(own, sizes):
         try:
-            return _measure(reader, sizes, pairing)
+            return _measure(torch.tensor(steps), read, sizes, pairing)
         except DependsOnLength as error:
             reason = str(error)
             break
@@ -108,19 +84,15 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     )
 
 
-def _measure(reader: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
-    """
-    Raises:
-        NotARotation: if its angles are not Σ_a p_a ω_a, at every length.
-    """
-    steps = torch.tensor(reader.steps)  # (T,)
+def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
+    """With (T,) ascending positions on an axis. Raises [`NotARotation`] unless angles are Σ_a p_a ω_a at any length."""
     along = [torch.eye(sizes.axes)[axis] * steps.unsqueeze(-1) for axis in range(sizes.axes)]  # (T, A) each
     drawn = torch.rand(63, sizes.axes, generator=torch.Generator().manual_seed(0)) * min(16, steps[-1])
     drawn = drawn.floor() if steps[0] >= 1 else drawn
     positions = torch.cat([torch.zeros(1, sizes.axes), *along, drawn])
     order = positions.amax(1).argsort(stable=True)
     positions, place = positions[order], order.argsort()
-    *measured, pairs = reader.read(positions, pairing)  # 2 × (layers, heads, N, planes)
+    *measured, pairs = read(positions, pairing)  # 2 × (layers, heads, N, planes)
     if (measured[0][:, :, 0] != 1).any() or measured[1][:, :, 0].any():
         raise NotARotation("it does not leave states at position 0 as they are, and positions must be its coordinates")
     found = []
@@ -137,8 +109,8 @@ def _measure(reader: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
         raise NotARotation(f"it does not rotate with axis {unused[0]}")
     near = place[-len(drawn) :]
     same = torch.cat([(x == y[:, :, near]).flatten() for x, y in zip(rounded_cos_sin(drawn, rounded), measured)])
-    _check_angles(positions, measured, exact, reader)
-    _check_lengths(reader, positions, (*measured, pairs), exact, sizes)
+    _check_angles(positions, measured, exact, steps[-1])
+    _check_lengths(read, positions, (*measured, pairs), exact, steps[-1], sizes)
     # A processor may round differently at the end of a row.
     is_rounded = same.float().mean().item() > 0.99
     frequencies = rounded.double() if is_rounded else exact
@@ -146,15 +118,15 @@ def _measure(reader: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
     for dim in (1, 2):
         first = frequencies.narrow(dim, 0, 1)
         frequencies = first if (frequencies == first).all() else frequencies
-    return FoundPlanes(frequencies, pairs, is_rounded)
+    return frequencies, pairs, is_rounded
 
 
 def _check_angles(
-    positions: torch.Tensor, measured: Sequence[torch.Tensor], frequencies: torch.Tensor, reader: Reader
+    positions: torch.Tensor, measured: Sequence[torch.Tensor], frequencies: torch.Tensor, last: torch.Tensor
 ) -> None:
     angles, size = (
         torch.einsum("na,alhp->lhnp", positions.double(), values)
-        for values in (frequencies, frequencies.abs() + 1 / reader.steps[-1])
+        for values in (frequencies, frequencies.abs() + 1 / last)
     )
     # Products in float32, and frequencies that follow from cos and sin at the last step.
     tolerance = 1e-5 * max(1.0, frequencies.abs().max().item()) + 2.0**-20 * size
@@ -163,21 +135,18 @@ def _check_angles(
 
 
 def _check_lengths(
-    reader: Reader, positions: torch.Tensor, table: Table, frequencies: torch.Tensor, sizes: Sizes
+    read: Reader, positions: torch.Tensor, table: Table, frequencies: torch.Tensor, last: torch.Tensor, sizes: Sizes
 ) -> None:
     """
     Read ascending positions again: beside further ones, as far as the module takes these, without the last of them,
-    and among more tokens.
-
-    Raises:
-        NotARotation: if they are rotated otherwise then.
+    and among more tokens. Raises [`NotARotation`] if they are rotated otherwise then.
     """
 
     def compare(tokens: int, count: int) -> None:
         # As a size of the states, the number of tokens would be ambiguous.
         tokens = next(number for number in itertools.count(tokens) if number not in sizes)
         index = torch.arange(tokens) * count // tokens
-        found = _try_to_read(reader, positions[index], table[2])
+        found = _try_to_read(read, positions[index], table[2])
         if found and not all((x - y[:, :, index]).abs().max() <= 1e-5 for x, y in zip(found[:2], table)):
             raise DependsOnLength(
                 f"positions up to {positions[count - 1].max():g} among {tokens} tokens are rotated otherwise than in "
@@ -189,7 +158,7 @@ def _check_lengths(
         # float32 counts to 2²⁴.
         for power in range(int(positions.max()).bit_length(), 25):
             further = torch.cat([positions, torch.full_like(positions[:1], 2.0**power)])
-            longer = _try_to_read(reader, further, table[2])
+            longer = _try_to_read(read, further, table[2])
             if longer is None:
                 break
             table, positions = longer, further
@@ -198,21 +167,22 @@ def _check_lengths(
     longest = positions.amax(1)  # (N,)
     for count in sorted({int((longest <= 4.0**power).sum()) for power in range(-4, 13)} - {0, 1}):
         compare(count, count)
-    _check_angles(positions, table[:2], frequencies, reader)
+    _check_angles(positions, table[:2], frequencies, last)
     compare(len(positions) + LARGEST // 4 // (sizes.heads * sizes.head_dim), len(positions))
 
 
-def _try_to_read(reader: Reader, positions: torch.Tensor, pairs: Pairing) -> Table | None:
+def _try_to_read(read: Reader, positions: torch.Tensor, pairs: Pairing) -> Table | None:
     """`None` for a module whose own table ends before."""
     try:
-        return reader.read(positions, pairs)
+        return read(positions, pairs)
     except NotARotation:
         raise
     except Exception:
         return None
 
 
-def _propose_readers(module: Any, sizes: Sizes) -> Iterator[Reader]:
+def _propose_readers(module: Any, sizes: Sizes) -> Iterator[tuple[list[float], Reader]]:
+    """Positions on one axis that a module may take, ascending, and a way to call it."""
     if hasattr(module, "get_embed"):
         yield _read_grid(module, sizes)
         return
@@ -220,48 +190,70 @@ def _propose_readers(module: Any, sizes: Sizes) -> Iterator[Reader]:
     shapes: list[Callable] = [lambda p: p.unsqueeze(0), lambda p: p, *one_axis]
     layouts: list[Callable] = [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[0].transpose(0, 1)]
     styles = [(DYADIC, torch.float32), (LONG, torch.float32), (LONG, torch.int64), (SHORT, torch.int64)]
-    for (steps, dtype), shape in itertools.product(styles, shapes):
-        place = partial(_place, shape, dtype)
-        yield Reader(steps, partial(_read_positions, module, place, sizes))
-        for layout, call in itertools.product(layouts, (_call_pair, _call_one, _call_named)):
-            yield Reader(steps, partial(_read_states, _Rotate(module, call, layout, place, sizes), sizes))
+    calls = [(layouts[0], "positions"), *itertools.product(layouts, ("query and key", "key", "torchtune"))]
+    for (steps, dtype), shape, (layout, form) in itertools.product(styles, shapes, calls):
+        yield steps, _Call(module, sizes, shape, dtype, layout, form).read
 
 
-def _place(shape: Callable, dtype: torch.dtype, positions: torch.Tensor) -> torch.Tensor:
-    """(N, A) positions in the shape and type of a module's argument."""
-    return shape(positions.to(dtype))
+# What a module is called with.
+_FORMS: dict[str, Callable] = {
+    "positions": lambda module, query, key, positions: module(positions),
+    "query and key": lambda module, query, key, positions: module(query, key, positions),
+    "key": lambda module, query, key, positions: module(key, positions),
+    "torchtune": lambda module, query, key, positions: module(key, input_pos=positions),
+}
 
 
-def _call_pair(module: Callable, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> Any:
-    return module(query, key, positions)
+class _Call(NamedTuple):
+    """
+    One form of a module's arguments.
 
-
-def _call_one(module: Callable, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> Any:
-    return module(key, positions)
-
-
-def _call_named(module: Callable, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> Any:
-    # torchtune.
-    return module(key, input_pos=positions)
-
-
-class _Rotate(NamedTuple):
-    """A module called with states: (N, head_dim) for every head, and (N, A) positions."""
+    Attributes:
+        shape, dtype: Of positions, from (N, A).
+        layout: Of states, from (1, H, N, head_dim).
+        form: Which of [`_FORMS`].
+    """
 
     module: Callable
-    call: Callable
-    layout: Callable
-    place: Callable
     sizes: Sizes
+    shape: Callable
+    dtype: torch.dtype
+    layout: Callable
+    form: str
 
-    def __call__(self, states: torch.Tensor, positions: torch.Tensor) -> Any:
-        """(1, H, N, head_dim) rotated states of the key heads, or whatever else the module returns."""
+    def read(self, positions: torch.Tensor, pairing: Pairing) -> Table:
+        """A [`Reader`] of a module that rotates states, or makes a table."""
+        tokens, width = len(positions), self.sizes.head_dim
+        result = self._rotate(torch.zeros(tokens, width), positions)
+        is_table = not isinstance(result, torch.Tensor) or result.shape[-2:] != (tokens, width) or result.is_complex()
+        if self.form == "positions" or is_table:
+            return _read_table(result, tokens, self.sizes, pairing)
+        # Distinct on all axes, and whole numbers, which every module takes.
+        place = torch.arange(1.0, self.sizes.axes + 1).expand(width, self.sizes.axes)
+        columns = self._rotate(torch.eye(width), place)[0]  # (H, D, D): R e_c by head and c
+        others = columns.masked_fill(torch.eye(width, dtype=torch.bool), 0).abs().amax(0)  # (D, D)
+        pairs = [(c, int(others[c].argmax())) for c in range(width) if others[c].any()]
+        pairs = [(c, d) for c, d in pairs if c < d and (d, c) in pairs and others[c].count_nonzero() == 1]
+        if not pairs or 2 * len(pairs) < others.any(1).sum():
+            raise NotARotation("it does not rotate every channel with one other")
+        first, second = (list(channels) for channels in zip(*pairs))
+        states = torch.zeros(tokens, width)
+        states[:, first] = 1
+        rotated = self._rotate(states, positions)  # (1, H, N, D)
+        return rotated[..., first], rotated[..., second], pairs
+
+    def _rotate(self, states: torch.Tensor, positions: torch.Tensor) -> Any:
+        """
+        (1, H, N, head_dim) rotated states of the key heads, or whatever else the module returns, for the (N, head_dim)
+        states of every head.
+        """
         query, key = (
             self.layout(states.expand(1, heads, *states.shape)).clone()
             for heads in (self.sizes.heads, self.sizes.key_heads)
         )
-        result = self.call(copy_module(self.module, {}), query, key, self.place(positions))
-        rotated_query, rotated = result[:2] if self.call is _call_pair else (None, result)
+        place = self.shape(positions.to(self.dtype))
+        result = _FORMS[self.form](copy_module(self.module, {}), query, key, place)
+        rotated_query, rotated = result[:2] if self.form == "query and key" else (None, result)
         if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:
             return result
         rotated = self._restore(rotated)
@@ -277,35 +269,7 @@ class _Rotate(NamedTuple):
         return states.transpose(0, 1).unsqueeze(0) if states.ndim == 3 else self.layout(states)
 
 
-def _read_positions(
-    module: Callable, place: Callable, sizes: Sizes, positions: torch.Tensor, pairing: Pairing
-) -> Table:
-    """As [`Reader.read`], from a module that makes a table for positions alone."""
-    return _read_table(copy_module(module, {})(place(positions)), len(positions), sizes, pairing)
-
-
-def _read_states(rotate: _Rotate, sizes: Sizes, positions: torch.Tensor, pairing: Pairing) -> Table:
-    """As [`Reader.read`], from a module that rotates states, or makes a table for them."""
-    tokens, width = len(positions), sizes.head_dim
-    result = rotate(torch.zeros(tokens, width), positions)
-    if not isinstance(result, torch.Tensor) or result.shape[-2:] != (tokens, width) or result.is_complex():
-        return _read_table(result, tokens, sizes, pairing)
-    # Distinct on all axes, and whole numbers, which every module takes.
-    place = torch.arange(1.0, sizes.axes + 1).expand(width, sizes.axes)
-    columns = rotate(torch.eye(width), place)[0]  # (H, D, D): R e_c by head and c
-    others = columns.masked_fill(torch.eye(width, dtype=torch.bool), 0).abs().amax(0)  # (D, D)
-    pairs = [(c, int(others[c].argmax())) for c in range(width) if others[c].any()]
-    pairs = [(c, d) for c, d in pairs if c < d and (d, c) in pairs and others[c].count_nonzero() == 1]
-    if not pairs or 2 * len(pairs) < others.any(1).sum():
-        raise NotARotation("it does not rotate every channel with one other")
-    first, second = (list(channels) for channels in zip(*pairs))
-    states = torch.zeros(tokens, width)
-    states[:, first] = 1
-    rotated = rotate(states, positions)  # (1, H, N, D)
-    return rotated[..., first], rotated[..., second], pairs
-
-
-def _read_grid(module: Any, sizes: Sizes) -> Reader:
+def _read_grid(module: Any, sizes: Sizes) -> tuple[list[float], Reader]:
     """timm's tables of a grid, whose positions are indices of patches."""
     known = getattr(module, "feat_shape", None) or getattr(module, "ref_feat_shape", None)
     first = tuple(known or [64 if sizes.axes <= 2 else 16] * sizes.axes)
@@ -322,18 +286,15 @@ def _read_grid(module: Any, sizes: Sizes) -> Reader:
             places = places * size + index
         return _read_table(copy_module(module, {}).get_embed(shape), math.prod(shape), sizes, pairing, places)
 
-    return Reader(steps, read)
+    return steps, read
 
 
 def _read_table(
     result: Any, tokens: int, sizes: Sizes, pairing: Pairing, places: torch.Tensor | slice = slice(None)
 ) -> Table:
     """
-    As [`Reader.read`], from cos and sin, in any order or after each other, complex numbers or angles.
-
-    Args:
-        tokens: Number of tokens in the table, the first at position 0.
-        places: Those to return.
+    The table from cos and sin, in any order or after each other, complex numbers or angles, of so many tokens, the
+    first at position 0; for the tokens at `places`.
     """
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()
     if is_complex:
