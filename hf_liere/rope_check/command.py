@@ -1,9 +1,10 @@
 """The command `hf-liere rope`: what models rotate, test vectors of these rotations, and the check of other engines."""
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from ..errors import InputError, memory_shortage
 from ..storage.loading import DiffusersCheckpointError
 from ..storage.targets import new_directory
 from .diagnosis import ALARM, Diagnosis
-from .diffusion_models import FoundDiffusion, find_diffusion_rotations
+from .diffusion_models import find_diffusion_rotations
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
 from .reading import FoundRotation, UnreadableError, find_rotations
-from .rotation import STYLES, Rotation
+from .rotation import STYLES, Rotation, make_states
 from .vectors import Vectors, check_file, read_vectors, write_vectors
 
 
@@ -27,12 +28,8 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 32
 
 
-def describe_models(models: Sequence[str], with_weights: bool = False, **options: Any) -> str:
-    """What every model rotates, and what is wrong with it on this machine."""
-    return "\n\n".join(_describe_model(name, with_weights, **options) for name in models)
-
-
 def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
+    """What a model rotates, and what is wrong with it on this machine."""
     try:
         model = (
             load_checkpoint(name, dtype="auto", **options)[0]
@@ -40,8 +37,11 @@ def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
             else build_without_weights(name, **options)
         )
     except DiffusersCheckpointError:
-        parts = find_diffusion_rotations(name, with_weights, options.get("revision"))
-        return "\n".join(line for part in parts for line in _describe_diffusion(name, part))
+        lines = []
+        for part in find_diffusion_rotations(name, with_weights, options.get("revision")):
+            rows = [*_describe_rotation(part), *(("note", remark) for remark in part.remarks)]
+            lines += [f"{name} ({type(part.rope).__name__} of diffusers)", part.rotation.name, *map(_lay_out, rows)]
+        return "\n".join(lines)
     found, refused = _split(find_rotations(model))
     if not found and not refused:
         raise InputError(
@@ -68,16 +68,9 @@ def _split(found: Iterable[FoundRotation | UnreadableError]) -> tuple[list[Found
     return parts, list(reasons.values())
 
 
-def _describe_diffusion(name: str, found: FoundDiffusion) -> list[str]:
-    rotation = found.rotation
-    rows = _describe_rotation(rotation, dict.fromkeys(found.layers, True))
-    rows += [("note", remark) for remark in found.remarks]
-    return [f"{name} ({found.class_name} of diffusers)", rotation.name, *map(_lay_out, rows)]
-
-
 def _describe(found: FoundRotation, measurement: Measurement) -> list[str]:
     """The lines on one rotation."""
-    rows, loaded = _describe_rotation(found.rotation, found.layers), measurement.loaded
+    rows, loaded = _describe_rotation(found), measurement.loaded
     states = "float32" if loaded.allowed <= ALARM + 1e-6 else f"float32 rounds up to {loaded.allowed - ALARM:.1g}"
     rows.append(("error", f"{loaded.error:.1e} rad at {_show_position(loaded)} ({states})"))
     rows.append(("", ", ".join(f"{error:.0e} up to {bound:g}" for bound, error in loaded.by_position)))
@@ -97,8 +90,9 @@ def _lay_out(row: tuple[str, str]) -> str:
     return "  {:<12}{}".format(*row)
 
 
-def _describe_rotation(rotation: Rotation, served: Mapping[str, bool | None]) -> list[tuple[str, str]]:
+def _describe_rotation(found: FoundRotation) -> list[tuple[str, str]]:
     """(title, text) of lines."""
+    rotation, served = found.rotation, found.layers
     counts = {state: sum(value is state for value in served.values()) for state in (True, False, None)}
     layers = f"{counts[True]} rotate"
     if counts[False]:
@@ -128,11 +122,10 @@ def _show(value: object) -> str:
 
 def _describe_runs(axes: Sequence[int]) -> str:
     """Runs of equal numbers, such as 16×0 24×1 24×2; the beginning where numbers alternate."""
-    starts = [i for i in range(len(axes)) if i == 0 or axes[i] != axes[i - 1]]
-    lengths = [end - start for start, end in zip(starts, [*starts[1:], len(axes)])]
-    if len(starts) > 6:
+    runs = [f"{len(list(run))}×{axis}" for axis, run in itertools.groupby(axes)]
+    if len(runs) > 6:
         return " ".join(map(str, axes[:12])) + (" …" if len(axes) > 12 else "")
-    return " ".join(f"{length}×{axes[start]}" for start, length in zip(starts, lengths))
+    return " ".join(runs)
 
 
 def _draw_spectrum(rotation: Rotation) -> list[str]:
@@ -184,18 +177,17 @@ def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
 def make_vectors(model: nn.Module) -> tuple[list[Vectors], list[str]]:
     """The test vectors of a model, and why others cannot be written."""
     found, refused = _split(find_rotations(model))
-    return [Vectors.make(part.rotation, find_positions_of(part)) for part in found], refused
+    vectors = []
+    for part in found:
+        positions = find_positions_of(part)
+        vectors.append(Vectors(part.rotation, positions, make_states(len(positions), part.rotation)))
+    return vectors, refused
 
 
 def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool = False, **options: Any) -> str:
     """
-    Write the test vectors of models, one file for each.
-
-    Args:
-        every: Whether to write those of all model types of transformers, in their default configurations.
-
-    Raises:
-        InputError: if a named model rotates nothing that can be described.
+    Write the test vectors of models, one file for each, or those of `every` type of transformers, in its default
+    configuration. Raises `InputError` if a named model rotates nothing that can be described.
     """
     lines: list[str] = []
     with new_directory(folder) as partial:
@@ -221,14 +213,8 @@ def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool =
 
 def check(path: str, model: str | None = None, **options: Any) -> tuple[str, bool]:
     """
-    Compare the results of an engine with what is right.
-
-    Args:
-        path: The engine's file.
-        model: A file of test vectors, or a model; `None` if the engine's file contains the metadata of the vectors.
-
-    Returns:
-        The lines to print, and whether everything is right.
+    Lines on the results in an engine's file, and whether everything is right. `model` is a file of test vectors, or a
+    model; `None` if the engine's file contains the metadata of the vectors.
     """
     if model is None or Path(model).suffix == ".safetensors":
         vectors = read_vectors(path if model is None else model)
@@ -254,13 +240,8 @@ def run(
     **options: Any,
 ) -> tuple[str, bool]:
     """
-    One call of the command.
-
-    Returns:
-        The lines to print, and whether what was checked is right.
-
-    Raises:
-        InputError: if the arguments do not go together, or a model rotates nothing that can be described.
+    One call of the command: the lines to print, and whether what was checked is right. Raises `InputError` if the
+    arguments do not go together, or a model rotates nothing that can be described.
     """
     if check_path is not None:
         if len(models) > 1 or vectors or every:
@@ -272,4 +253,4 @@ def run(
         raise InputError("accepted are models, --check FILE, or --all with --vectors FOLDER.")
     if vectors:
         return write_models(models, vectors, every, **options), True
-    return describe_models(models, weights, **options), True
+    return "\n\n".join(_describe_model(name, weights, **options) for name in models), True

@@ -110,7 +110,7 @@ class Evidence:
             types = [self.tensors[name].dtype for name in names]
             types += [self.grids[name] for name in names if self.grids[name] in accepted]
             # cos and sin are off by half of this, and by as much again if the factor rounds by itself.
-            margin = max(map(_epsilon, types))
+            margin = max(0.0 if dtype == torch.float64 else torch.finfo(dtype).eps for dtype in types)
             if names[0].startswith("rotated"):
                 state = self.states[names[0].removeprefix("rotated_")].double()  # (N, head_dim)
                 # The plane's error, of both channels, by its length.
@@ -122,10 +122,6 @@ class Evidence:
             padded = torch.cat([base, torch.full_like(base[:, :1], ALARM)], 1)  # (N, planes + 1)
             found.append((error, padded[:, planes] + margin))
         return found
-
-
-def _epsilon(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype != torch.float64 else 0.0
 
 
 def _planes_of_channels(rotation: Rotation) -> tuple[list[int], list[int]]:
@@ -141,9 +137,7 @@ def _planes_of_channels(rotation: Rotation) -> tuple[list[int], list[int]]:
 def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None = None) -> Diagnosis:
     """
     Compare what was computed with what is right, and name the fault, or the two faults, that explain a difference.
-
-    Args:
-        others: The other rotations of the model, by name.
+    `others` are the other rotations of the model, by name.
     """
     diagnosis = Diagnosis(rotation.name, [name for name in TENSORS if name in evidence.tensors])
     if not evidence.tensors:
@@ -190,10 +184,7 @@ def _explain(
 ) -> tuple[float, list[tuple[Fault, ...]]]:
     """
     The faults that explain the evidence best, and the share of values that they explain: one, or two if no single one
-    explains all; then the single one that explains most.
-
-    Args:
-        known: The share of values that need no fault.
+    explains all; then the single one that explains most. A share `known` of the values needs no fault.
     """
     singles = list(find_faults(rotation, _propose_thetas(rotation, evidence), others))
     single = _choose([(fault,) for fault in singles], evidence, known)

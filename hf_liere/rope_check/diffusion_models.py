@@ -1,7 +1,6 @@
 """What the transformers of diffusers rotate, from a configuration or with the weights."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,14 @@ from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
 from ..storage.loading import find_diffusers_config, translate_loading_errors
 from ..storage.saved_model import ADAPTER_CONFIG
+from .reading import FoundRotation
 from .rotation import Rotation, make_pairs
 
 
-@dataclass
-class FoundDiffusion:
+def find_diffusion_rotations(name: str, with_weights: bool, revision: str | None = None) -> Iterator[FoundRotation]:
     """
-    The rotation of a transformer of diffusers.
-
-    Attributes:
-        class_name: Of the transformer.
-        rotation: The planes of a head; those of all heads in a row for LTX.
-        layers: The attention modules that rotate.
-        remarks: What is known besides.
-    """
-
-    class_name: str
-    rotation: Rotation
-    layers: list[str]
-    remarks: list[str] = field(default_factory=list)
-
-
-def find_diffusion_rotations(name: str, with_weights: bool, revision: str | None = None) -> Iterator[FoundDiffusion]:
-    """
-    The rotations of the transformers in a folder or repository of a model or pipeline.
+    The rotations of the transformers in a folder or repository of a model or pipeline: the planes of a head, and those
+    of all heads in a row for LTX.
 
     Args:
         with_weights: Whether to load the weights, compare the frequencies with the cos and sin that the model computes
@@ -79,10 +62,9 @@ def _load(name: str, kind: str, subfolder: str | None, revision: str | None, wit
         return model_class.from_config(model_class.load_config(name, **place)).eval()
 
 
-def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundDiffusion:
+def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundRotation:
     family, remarks = FAMILIES[str(find_kind(model))], []
-    patched = any(True for _ in patched_towers(model))
-    if patched:
+    if any(patched_towers(model)):
         table, encoding = model.rotary_patch.table, model.rotary_encoding
         remarks = _describe_learned(table, encoding)
     else:
@@ -103,15 +85,11 @@ def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundDiffu
         axes=tuple(table.axes[plane] for plane in rotated),
         num_axes=table.num_axes,
         channels=tuple(range(count)),
-        factor=1.0,
         pairs=tuple(pairs[plane] for plane in rotated),
         head_dim=2 * len(table.axes),
-        law=None,
         frequency_of_plane=tuple(range(count)),
-        longest=0.0,
     )
-    layers = [layer for layer, _ in family.find_attentions(model)]
-    return FoundDiffusion(type(model).__name__, rotation, layers, remarks)
+    return FoundRotation(rotation, model, {layer: True for layer, _ in family.find_attentions(model)}, remarks)
 
 
 def _describe_learned(table: PlaneTable, encoding: Any) -> list[str]:

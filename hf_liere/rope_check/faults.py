@@ -54,11 +54,8 @@ def find_faults(
     rotation: Rotation, thetas: Sequence[float] = (), others: Mapping[str, Rotation] | None = None
 ) -> Iterator[Fault]:
     """
-    The faults that would change what is computed.
-
-    Args:
-        thetas: Other bases that an implementation may have used.
-        others: The other rotations of the model, by name.
+    The faults that would change what is computed. `thetas` are other bases that an implementation may have used,
+    `others` the other rotations of the model, by name.
     """
     for kind, find in _FINDERS.items():
         for name, changed in find(rotation):
@@ -147,8 +144,6 @@ def _find_sections(rotation: Rotation) -> Found:
     if rotation.num_axes == 1:
         return
     axes, frequencies, count = rotation.axes, rotation.frequency_of_plane, rotation.num_planes
-    numbers = [axes.count(axis) for axis in range(rotation.num_axes)]
-    blocked = tuple(axis for axis, number in enumerate(numbers) for _ in range(number))
     if len(set(frequencies)) < count:
         # Every axis has the whole spectrum.
         planes = list(zip(axes, frequencies))
@@ -160,10 +155,12 @@ def _find_sections(rotation: Rotation) -> Found:
                 yield name, _assign(rotation, *zip(*order))
         return
     cycle = tuple(plane % rotation.num_axes for plane in range(count))
-    interleaved = tuple(axis if plane // rotation.num_axes < numbers[axis] else 0 for plane, axis in enumerate(cycle))
-    found = {blocked: "blocked", interleaved: "interleaved"}.get(axes, "as in the file")
-    for name, order in (("blocked", blocked), ("interleaved", interleaved), ("in turn to the last plane", cycle)):
-        if order != axes and (name != "in turn to the last plane" or order != interleaved):
+    interleaved = tuple(a if plane // rotation.num_axes < axes.count(a) else 0 for plane, a in enumerate(cycle))
+    names = {tuple(sorted(axes)): "blocked", interleaved: "interleaved"}
+    found = names.get(axes, "as in the file")
+    names.setdefault(cycle, "in turn to the last plane")
+    for order, name in names.items():
+        if order != axes:
             yield f"sections {name} instead of {found}", _assign(rotation, order, frequencies)
     for axis in range(rotation.num_axes):
         yield f"sections ignored: every plane reads axis {axis}", _assign(rotation, (axis,) * count, frequencies)

@@ -42,10 +42,8 @@ class Measurement:
 
 def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
     """
-    Compare a rotary module with float64 at positions up to the longest, as it is and converted to half types.
-
-    Args:
-        others: The other rotations of the model, by name.
+    Compare a rotary module with float64 at positions up to the longest, as it is and converted to half types. `others`
+    are the other rotations of the model, by name.
     """
     with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -24,6 +24,7 @@ from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
 
 # Where neither configuration nor image size says how far positions reach.
 LONGEST_TEXT, LONGEST_GRID = 2048, 64
+AS_THEY_ARE = "frequencies are taken as they are"
 # Errors of modules that are called in a form which they do not take.
 CALL_ERRORS = (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
@@ -44,22 +45,22 @@ class FoundRotation:
 
     Attributes:
         rotation: What it should compute.
-        rope: Its rotary module, with values.
+        rope: Its rotary module, with values; the transformer itself in a model of diffusers, which is not called.
+        layers: The attention modules that it serves, and whether each rotates; `None` where a call fails.
+        remarks: What could not be found, or does not agree with the configuration.
         options: Arguments that select the type of layers.
         arguments: With which the module was called for a few tokens; only their form matters.
-        layers: The attention modules that it serves, and whether each rotates; `None` where a call fails.
         probe: The attention module that shows its pairs, or `None`.
-        remarks: What could not be found, or does not agree with the configuration.
         differs: Whether the module's own frequencies differ from those of the configuration.
     """
 
     rotation: Rotation
     rope: nn.Module
-    options: dict[str, Any]
-    arguments: tuple
     layers: dict[str, bool | None]
-    probe: Probe | None
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str]
+    options: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple = ()
+    probe: Probe | None = None
     differs: bool = False
 
     @property
@@ -154,9 +155,8 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
     if buffer.isnan().any():
         raise ValueError("a model without weights does not compute its frequencies; --weights loads them")
     config = getattr(rope, "config", None)
-    spectrum = _choose_spectrum(config, layout, buffer)
-    law, remarks = spectrum.law, [] if spectrum.remark is None else [spectrum.remark]
-    indices = tuple(spectrum.indices[layout.frequencies[channel]] for channel in layout.first_channels())
+    law, places, differs, remarks = _choose_spectrum(config, layout, buffer)
+    indices = tuple(places[layout.frequencies[channel]] for channel in layout.first_channels())
     frequencies, factor = (buffer[list(indices)], layout.factor) if law is None else compute_law(law, indices)
     probe, pairs, head_dim, rotating = _examine_layers(tower, layers)
     if tower.others:
@@ -178,16 +178,11 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
         frequency_of_plane=indices,
         longest=_find_longest(config, law, num_axes),
     )
-    return FoundRotation(rotation, rope, options, arguments, rotating, probe, remarks, spectrum.differs)
+    return FoundRotation(rotation, rope, rotating, remarks, options, arguments, probe, differs)
 
 
 def _name_axes(layout: RopeLayout, arguments: tuple, coordinates: torch.Tensor) -> tuple[list[int], int]:
-    """
-    By axis of a layout, the column of the positions that it reads, and the number of columns.
-
-    Raises:
-        ValueError: if an axis is none of the positions that the module takes.
-    """
+    """By axis of a layout, the column of the positions that it reads, and the number of columns."""
     if len(arguments) == 1:
         return list(range(layout.num_axes)), layout.num_axes
     given = arguments[-1]
@@ -203,29 +198,23 @@ def _name_axes(layout: RopeLayout, arguments: tuple, coordinates: torch.Tensor) 
     return found, columns.shape[1]
 
 
-@dataclass
-class Spectrum:
+def _choose_spectrum(
+    config: object, layout: RopeLayout, buffer: torch.Tensor
+) -> tuple[dict | None, list[int], bool, list[str]]:
     """
-    The frequencies that a rotary module should have.
-
-    Attributes:
-        law: Their formula, or `None`.
-        indices: For every frequency of the module, its index in the spectrum of the law.
-        differs: Whether the module's own frequencies, or its factor, differ.
-        remark: Where they come from, if not from the configuration.
+    The formula of the frequencies that a rotary module should have, or `None`; for each of its frequencies, the index
+    in the spectrum of the formula; whether its own frequencies, or its factor, differ; and where they come from, if not
+    from the configuration.
     """
-
-    law: dict | None
-    indices: list[int]
-    differs: bool = False
-    remark: str | None = None
-
-
-def _choose_spectrum(config: object, layout: RopeLayout, buffer: torch.Tensor) -> Spectrum:
     as_they_are = list(range(len(buffer)))
     asked = read_law(config, layout.layer_type, len(buffer))
     if asked is None:
-        return _recognise_spectrum(buffer)
+        law = recognise_law(buffer.unique().flip(0))
+        indices = None if law is None else match_spectrum(compute_spectrum(law)[0], buffer)
+        if indices is None:
+            return None, as_they_are, False, [f"{AS_THEY_ARE}: they follow no formula known here"]
+        remark = "the configuration names no base: rope_theta is that of the module's own frequencies"
+        return law, indices, False, [remark]
     # Axes may have the same frequencies.
     counts = list(dict.fromkeys([len(buffer), len(buffer.unique())]))
     for count, odd in itertools.product(counts, (False, True)):
@@ -234,24 +223,11 @@ def _choose_spectrum(config: object, layout: RopeLayout, buffer: torch.Tensor) -
         try:
             wanted, factor = compute_spectrum(law)
         except ValueError as error:
-            return Spectrum(None, as_they_are, remark=f"frequencies are taken as they are: {error}")
+            return None, as_they_are, False, [f"{AS_THEY_ARE}: {error}"]
         indices = match_spectrum(wanted, buffer)
         if indices is not None:
-            return Spectrum(law, indices, abs(factor - layout.factor) > 1e-6 * factor)
-    return Spectrum(asked, as_they_are, True)
-
-
-def _recognise_spectrum(buffer: torch.Tensor) -> Spectrum:
-    """That of frequencies for which the configuration names no base."""
-    law = recognise_law(buffer.unique().flip(0))
-    if law is not None:
-        indices = match_spectrum(compute_spectrum(law)[0], buffer)
-        if indices is not None:
-            remark = "the configuration names no base: rope_theta is that of the module's own frequencies"
-            return Spectrum(law, indices, remark=remark)
-    return Spectrum(
-        None, list(range(len(buffer))), remark="frequencies are taken as they are: they follow no formula known here"
-    )
+            return law, indices, abs(factor - layout.factor) > 1e-6 * factor, []
+    return asked, as_they_are, True, []
 
 
 def _find_longest(config: object, law: dict | None, num_axes: int) -> int:
@@ -313,11 +289,9 @@ def _with_values(model: nn.Module, name: str, rope: nn.Module) -> nn.Module:
     made = copy.deepcopy(rope).to_empty(device="cpu").eval()
     for buffer in made.buffers():
         buffer.fill_(float("nan"))
-    owner = model
-    for part in ["", *name.split(".")[:-1]]:
-        owner = getattr(owner, part) if part else owner
-        if isinstance(owner, PreTrainedModel):
-            nearest = owner
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts)))
+    *_, nearest = (module for module in around if isinstance(module, PreTrainedModel))
     with torch.device("cpu"), torch.no_grad():
         nearest._init_weights(made)
     return made

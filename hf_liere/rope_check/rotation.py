@@ -27,11 +27,11 @@ class Rotation:
         axes: By plane, the column of the positions that it reads.
         num_axes: Columns of the positions.
         channels: By channel of cos and sin, its plane.
-        factor: By which cos and sin are multiplied.
         pairs: By plane, the channels (c, d) of a head that it rotates, c to c cos − d sin; `None` if unknown.
         head_dim: Channels of a head; `None` if unknown.
-        law: The formula of the frequencies, see [`compute_spectrum`]; `None` if they follow none.
         frequency_of_plane: By plane, the index of its frequency in the spectrum of the law.
+        factor: By which cos and sin are multiplied.
+        law: The formula of the frequencies, see [`compute_spectrum`]; `None` if they follow none.
         longest: The largest position that the model is made for.
         sign: −1 for an implementation whose sin has the opposite sign.
         state_sign: −1 for one that applies sin with the opposite sign.
@@ -46,12 +46,12 @@ class Rotation:
     axes: tuple[int, ...]
     num_axes: int
     channels: tuple[int, ...]
-    factor: float
     pairs: tuple[tuple[int, int], ...] | None
     head_dim: int | None
-    law: Mapping[str, Any] | None
     frequency_of_plane: tuple[int, ...]
-    longest: float
+    factor: float = 1.0
+    law: Mapping[str, Any] | None = None
+    longest: float = 0.0
     sign: int = 1
     state_sign: int = 1
     offset: float = 0.0
@@ -68,12 +68,8 @@ class Rotation:
     @property
     def style(self) -> str | None:
         """How a plane's two channels lie in a head: `halves`, `adjacent`, another way, or unknown."""
-        if self.pairs is None:
-            return None
-        for name in STYLES:
-            if self.pairs == make_pairs(name, self.num_planes, self.first_channel):
-                return name
-        return "other"
+        fitting = (s for s in STYLES if self.pairs == make_pairs(s, self.num_planes, self.first_channel))
+        return None if self.pairs is None else next(fitting, "other")
 
     @property
     def first_channel(self) -> int:
@@ -90,12 +86,6 @@ class Rotation:
         """The first channels of all planes, and the second ones."""
         pairs = self.pairs or ()
         return [first for first, _ in pairs], [second for _, second in pairs]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is rounded."""
-        types = self.frequency_dtype, self.position_dtype, self.phase_dtype, self.output_dtype
-        return set(types) == {torch.float64}
 
     def compute_angles(self, positions: torch.Tensor) -> torch.Tensor:
         """(N, A) positions → (N, planes) angles in radians, float64."""
@@ -137,7 +127,7 @@ class Rotation:
         """
         angles = self.compute_angles(positions)
         noise = relative * angles.abs()
-        if self.is_exact:
+        if {self.frequency_dtype, self.position_dtype, self.phase_dtype, self.output_dtype} == {torch.float64}:
             return noise
         for scale in (1 - relative, 1 + relative):
             moved = replace(self, frequencies=scale * self.frequencies).compute_angles(positions)
@@ -188,9 +178,14 @@ def choose_positions(num_axes: int, longest: float) -> torch.Tensor:
     return torch.tensor(equal + alone + mixed)
 
 
-def make_states(count: int, head_dim: int) -> dict[str, torch.Tensor]:
-    """`query` and `key`, (N, head_dim) float64: sines, exact to write in any language, and away from zero."""
-    grid = torch.arange(count * head_dim, dtype=torch.float64).view(count, head_dim)
+def make_states(count: int, rotation: Rotation) -> dict[str, torch.Tensor]:
+    """
+    `query` and `key`, (N, head_dim) float64, that tell faults apart: sines, exact to write in any language, and away
+    from zero. None if it is unknown which channels rotate.
+    """
+    if rotation.pairs is None or rotation.head_dim is None:
+        return {}
+    grid = torch.arange(count * rotation.head_dim, dtype=torch.float64).view(count, -1)
     # Multiples of 1/64 are exact in float32, and in bfloat16 up to 4.
     return {
         name: ((grid * step).sin().mul(32).round() / 64 + torch.where((grid * step).sin() < 0, -0.25, 0.25))

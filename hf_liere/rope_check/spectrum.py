@@ -120,11 +120,8 @@ def _attention_factor(law: Mapping[str, Any]) -> float:
 
 def read_law(config: object | None, layer_type: str | None, count: int) -> dict[str, Any] | None:
     """
-    What the configuration of a rotary module asks for, as [`compute_spectrum`] reads it; `None` if it names no base.
-
-    Args:
-        layer_type: Selects the parameters of one type of layers.
-        count: Number of frequencies.
+    What the configuration of a rotary module asks for, as [`compute_spectrum`] reads it, for so many frequencies;
+    `None` if it names no base. `layer_type` selects the parameters of one type of layers.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
@@ -142,12 +139,7 @@ def read_law(config: object | None, layer_type: str | None, count: int) -> dict[
 
 
 def recognise_law(values: torch.Tensor) -> dict[str, Any] | None:
-    """
-    The geometric sequence θ^(−i/n) that frequencies follow within the rounding of float32, or `None`.
-
-    Args:
-        values: (n,) frequencies, float64.
-    """
+    """The geometric sequence θ^(−i/n) that (n,) frequencies follow within the rounding of float32, or `None`."""
     count = len(values)
     if count < 2 or not (values > 0).all():
         return None
@@ -160,12 +152,8 @@ def recognise_law(values: torch.Tensor) -> dict[str, Any] | None:
 
 def fit_bases(steps: torch.Tensor, values: torch.Tensor, base: float = 1.0) -> list[float]:
     """
-    Bases near the θ with which (θ / base)^(−step) is nearest to positive numbers, in their logarithms; rounder ones
-    first.
-
-    Args:
-        steps: (n,), not all zero.
-        values: (n,), float64: frequencies, or with `base` their ratios to those of this base.
+    Bases near the θ with which (θ / base)^(−step) is nearest to (n,) positive values, in their logarithms; rounder ones
+    first. The values are frequencies, or with `base` their ratios to those of this base; some step is not zero.
     """
     theta = base * math.exp(-float((steps * values.log()).sum() / steps.square().sum()))
     return list(dict.fromkeys(float(f"{theta:.{digits}g}") for digits in range(1, 7)))

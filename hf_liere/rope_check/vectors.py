@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ..errors import InputError
 from ..storage.targets import new_file
 from .diagnosis import TENSORS, Diagnosis, Evidence, diagnose
-from .rotation import STATES, STYLES, Rotation, make_states
+from .rotation import STATES, STYLES, Rotation
 
 
 FORMAT, VERSION = "hf-liere-rope", "1"
@@ -44,12 +44,6 @@ class Vectors:
     positions: torch.Tensor
     states: Mapping[str, torch.Tensor]
 
-    @classmethod
-    def make(cls, rotation: Rotation, positions: torch.Tensor) -> "Vectors":
-        """With states that tell faults apart."""
-        states = {} if rotation.pairs is None else make_states(len(positions), rotation.head_dim or 0)
-        return cls(rotation, positions, states)
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the rotation in a file, without its name."""
         given = {"positions": self.positions, "frequencies": self.rotation.frequencies, **self.states}
@@ -57,12 +51,7 @@ class Vectors:
 
 
 def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors]) -> None:
-    """
-    Write the vectors of a model's rotations.
-
-    Raises:
-        FileExistsError: if `path` exists.
-    """
+    """Write the vectors of a model's rotations. Raises `FileExistsError` if `path` exists."""
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -77,12 +66,7 @@ def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors
 
 
 def read_tensors(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """
-    The tensors and the metadata of a file.
-
-    Raises:
-        VectorsError: if it is no file of safetensors.
-    """
+    """The tensors and the metadata of a file. Raises [`VectorsError`] if it is no file of safetensors."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -92,10 +76,8 @@ def read_tensors(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict
 
 def read_vectors(path: str | os.PathLike) -> list[Vectors]:
     """
-    The rotations that a file describes; results are computed again from positions, never read.
-
-    Raises:
-        VectorsError: if the file describes none, or a tensor is missing.
+    The rotations that a file describes; results are computed again from positions, never read. Raises [`VectorsError`]
+    if the file describes none, or a tensor is missing.
     """
     tensors, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
@@ -155,22 +137,21 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
         part = names[name]
         unknown = [tensor for tensor in found if tensor.startswith("rotated") and not part.states]
         compared = {tensor: value.flatten(0, -2) for tensor, value in found.items() if tensor not in unknown}
-        remark = _unify_layout(part.rotation, compared)
-        evidence = Evidence(part.positions, part.states, compared)
-        diagnosis = diagnose(part.rotation, evidence, others)
-        diagnosis.remarks += [remark] if remark else []
+        remarks = _unify_layout(part.rotation, compared)
+        diagnosis = diagnose(part.rotation, Evidence(part.positions, part.states, compared), others)
+        diagnosis.remarks += remarks
         if unknown:
             diagnosis.remarks.append(f"not compared: {', '.join(unknown)} (which channels rotate is unknown)")
         results.append(diagnosis)
     return results
 
 
-def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> str | None:
+def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Bring cos and sin to the layout of the model, in place, and say if it was another one."""
     names = [name for name in ("cos", "sin") if name in tensors and tensors[name].shape[1] % 2 == 0]
     count = rotation.num_planes
     if not names or rotation.channels not in ((*range(count), *range(count)), tuple(i // 2 for i in range(2 * count))):
-        return None
+        return []
     is_halves = rotation.channels[1] == 1
     changed: dict[str, torch.Tensor] = {}
     for name in names:
@@ -178,8 +159,8 @@ def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> str |
         halves, adjacent = value.chunk(2, 1), (value[:, 0::2], value[:, 1::2])
         given, wanted = (adjacent, halves) if is_halves else (halves, adjacent)
         if not torch.equal(*given) or torch.equal(*wanted):
-            return None
+            return []
         column = given[0]  # (N, planes)
         changed[name] = torch.cat([column, column], 1) if is_halves else column.repeat_interleave(2, 1)
     tensors |= changed
-    return f"cos and sin are laid out for {STYLES['adjacent' if is_halves else 'halves']}, in the model for the other"
+    return [f"cos and sin are laid out for {STYLES['adjacent' if is_halves else 'halves']}, in the model for the other"]

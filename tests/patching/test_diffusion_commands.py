@@ -56,7 +56,7 @@ def test_frequencies_are_read_from_a_configuration_alone(tmp_path):
         case.build().save_config(tmp_path / case.name)
         (found,) = find_diffusion_rotations(tmp_path / case.name, with_weights=False)
         torch.testing.assert_close(found.rotation.frequencies, case.frequencies(), rtol=1e-12, atol=0)
-        assert found.class_name == case.name and found.layers
+        assert type(found.rope).__name__ == case.name and found.layers
 
 
 def test_rope_describes_transformers_and_pipelines(folders, tmp_path, capsys):
