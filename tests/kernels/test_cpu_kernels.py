@@ -16,8 +16,8 @@ from hf_liere.kernels import cpu_library
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.closed_forms import cos_sin
 from hf_liere.models.fast.dispatch import plain_operations
-from hf_liere.models.fast.exponential_gradient import GradientMoments
-from hf_liere.models.fast.rotation_gradients import blocks_backward, commuting_backward
+from hf_liere.models.fast.exponential_gradient import derivative_coefficients, product_indices
+from hf_liere.models.fast.rotation_gradients import commuting_backward, rotate_blocks_backward
 from hf_liere.models.fast.scaling_and_squaring import RayTokens, num_saved
 from hf_liere.models.rotation.bases import skew
 from hf_liere.models.rotation.exponential import block_rotations
@@ -176,9 +176,9 @@ def test_one_pass_gives_what_two_give(every_library, shape, dtype):
 def test_gradients_of_blocks(every_library, shape, dtype):
     """Against the plain operations in float64."""
     rotation = torch.randn(shape)
-    pairs = [[torch.randn(5, 2, 5, 23).to(dtype) for _ in "qk"] for _ in range(2)]
-    expected = blocks_backward(*([x.double() for x in pair] for pair in pairs), rotation.double())
-    found = blocks_backward(*([among_others(x) for x in pair] for pair in pairs), rotation)
+    states = [torch.randn(5, 2, 5, 23).to(dtype) for _ in range(4)]
+    expected = rotate_blocks_backward(*(x.double() for x in states), rotation.double())
+    found = rotate_blocks_backward(*map(among_others, states), rotation)
     # Rotated gradients are rounded to their type, and sums of at most 20 products of 8 terms to float32.
     roundings = torch.finfo(dtype).eps, torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     for ours, exact, rounding in zip(found, expected, roundings, strict=True):
@@ -249,11 +249,15 @@ def test_exponentials_in_float32(every_library, size):
 def test_generators_of_lower_precision():
     """As in a model of bfloat16, of whose gradients the kernels take this part."""
     generators = skew(torch.randn(2, 1, 3, 28), 8)
-    moments = GradientMoments(torch.rand(4, 2), generators, torch.randn(1, 4, 3 * 28))
+    coefficients = derivative_coefficients(1.6, torch.float32)
+    degrees = range(1, len(coefficients) + 1)
+    indices = [product_indices(2, degree) for degree in degrees[:-1]]
+    # Of two axes, there are n + 1 monomials of degree n.
+    moments = torch.randn(1, sum(degree + 1 for degree in degrees), 3 * 28)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        tensors = generators.to(torch.bfloat16).to(dtype), moments.moments.to(torch.bfloat16).to(dtype)
-        found[dtype] = cpu_kernels.moments_gradient(*tensors, moments.coefficients, moments.product_indices)
+        tensors = generators.to(torch.bfloat16).to(dtype), moments.to(torch.bfloat16).to(dtype)
+        found[dtype] = cpu_kernels.moments_gradient(*tensors, coefficients, indices)
     assert torch.equal(found[torch.bfloat16], found[torch.float32].to(torch.bfloat16))
 
 

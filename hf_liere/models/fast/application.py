@@ -37,22 +37,15 @@ def match_layout(values: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -
     )
 
 
-def apply_planes(states: States, cos_sin: torch.Tensor, inverse: bool = False) -> States:
-    """States rotated by (1 or B, 1 or H, N, planes, 2) cos and sin."""
-    if backend := find_backend("apply_rotation", states[0], 2):
-        return backend.apply_rotation(states, cos_sin, inverse)
-    if inverse:
-        cos_sin = cos_sin * cos_sin.new_tensor([1.0, -1.0])
-    return rotate_channels(states, cos_sin)
-
-
-def apply_blocks(states: States, blocks: torch.Tensor, inverse: bool = False) -> States:
-    """States multiplied by (1 or B, 1 or H, N, blocks, b, b) rotations."""
-    if backend := find_backend("apply_rotation", states[0], blocks.shape[-1]):
-        return backend.apply_rotation(states, blocks, inverse)
-    if blocks.shape[0] == 1:
-        return _multiply_shared_blocks(states, blocks, inverse)
-    return multiply_blocks(states, blocks.transpose(-1, -2) if inverse else blocks)
+def apply_rotation(states: States, rotation: torch.Tensor, inverse: bool = False) -> States:
+    """States rotated by (1 or B, 1 or H, N, planes, 2) cos and sin, or by (1 or B, 1 or H, N, blocks, b, b)."""
+    if backend := find_backend("apply_rotation", states[0], rotation.shape[-1]):
+        return backend.apply_rotation(states, rotation, inverse)
+    if rotation.ndim == 5:
+        return rotate_channels(states, rotation * rotation.new_tensor([1.0, -1.0]) if inverse else rotation)
+    if rotation.shape[0] == 1:
+        return _multiply_shared_blocks(states, rotation, inverse)
+    return multiply_blocks(states, rotation.transpose(-1, -2) if inverse else rotation)
 
 
 def _pass_other_channels(rotate: Callable) -> Callable:

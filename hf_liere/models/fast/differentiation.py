@@ -14,7 +14,13 @@ def differentiable_function(
     function for everything else: that of `register_autograd` does not support `torch.func`. For the other arguments see
     [`dispatch.operator`].
     """
-    returns_list, once = schema.endswith("[]"), forbid_second_derivative(gradients)
+    returns_list = schema.endswith("[]")
+
+    @forbid_second_derivative
+    def once(ctx, *results):
+        found, needed = gradients(ctx, *results), ctx.needs_input_grad
+        return *(x if needs else None for x, needs in zip(found, needed)), *[None] * (len(needed) - len(found))
+
     custom.register_autograd((lambda ctx, results: once(ctx, *results)) if returns_list else once, setup_context=save)
 
     class Differentiable(torch.autograd.Function):

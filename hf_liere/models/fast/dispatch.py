@@ -138,8 +138,8 @@ def operator(
     Args:
         schema: Arguments and results, as `torch.library.custom_op` takes them.
         fake: Returns empty results with the right shapes, types and layouts.
-        gradients: `gradients(ctx, *result_gradients)`, the gradients of the arguments or `None` for each. They have no
-            derivative.
+        gradients: `gradients(ctx, *result_gradients)`, the gradients of the first arguments; those that are not needed
+            may have any value. They have no derivative.
         save: `save(ctx, inputs, output)` saves in the context what `gradients` needs.
         reads_values: Whether the computation depends on values, so that CUDA graphs cannot record it.
     """

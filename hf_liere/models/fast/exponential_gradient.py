@@ -68,7 +68,7 @@ def block_rotations_backward(
         # The other positions are multiples on a grid, which need no gradient.
         positions_gradient.index_copy_(0, first, coordinates_gradient * scales.unsqueeze(-1))
     else:
-        generators_gradient = GradientMoments(coordinates, generators, entries).generators_gradient()
+        generators_gradient = gradient_by_moments(coordinates, generators, entries)
     return positions_gradient, generators_gradient.to(generators.dtype).contiguous()
 
 
@@ -80,11 +80,9 @@ def ray_tangents(
     squares: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Gradients of the tangents of the scaled exponents, from the results and gradients of [`ray_rotations`]. Those of
-    R(−p) = R(p)ᵀ are transposed and added to those of R(p).
-
-    Returns:
-        (G, rays, K·b(b−1)/2) [`upper_entries`] of M, whose skew part is the gradient.
+    Gradients of the tangents of the scaled exponents, from the results and gradients of [`ray_rotations`]:
+    (G, rays, K·b(b−1)/2) [`upper_entries`] of M, whose skew part is the gradient. Those of R(−p) = R(p)ᵀ are transposed
+    and added to those of R(p).
     """
     blocks, size = rotations[0].shape[1], rotations[0].shape[-1]
     entries = squares.new_empty(len(rotations), len(squarings), blocks * (size * (size - 1) // 2))
@@ -186,22 +184,21 @@ def derivative(exponents: torch.Tensor, tangents: torch.Tensor, norm: float) -> 
     return total
 
 
-def _monomials(axes: int, degree: int) -> list[tuple[int, ...]]:
-    """All monomials of a degree as tuples of axes, like (0, 0, 1) for x₀²x₁, in lexicographic order."""
-    return list(itertools.combinations_with_replacement(range(axes), degree))
-
-
 @functools.cache
 def _powers(axes: int, degree: int) -> list[tuple[int, ...]]:
-    """The exponents of the monomials of a degree, one for each axis."""
-    return [tuple(map(factors.count, range(axes))) for factors in _monomials(axes, degree)]
+    """All monomials of a degree as exponents of the axes, like (2, 1) for x₀²x₁, in lexicographic order of factors."""
+    monomials = itertools.combinations_with_replacement(range(axes), degree)
+    return [tuple(map(factors.count, range(axes))) for factors in monomials]
 
 
 @functools.cache
-def _product_indices(axes: int, degree: int) -> list[list[int]]:
+def product_indices(axes: int, degree: int) -> list[list[int]]:
     """Index of x_a · m among the monomials of `degree` + 1, for each axis a and each monomial m of `degree`."""
-    places = {monomial: place for place, monomial in enumerate(_monomials(axes, degree + 1))}
-    return [[places[tuple(sorted((*factors, axis)))] for factors in _monomials(axes, degree)] for axis in range(axes)]
+    places = {powers: place for place, powers in enumerate(_powers(axes, degree + 1))}
+    return [
+        [places[tuple(n + (a == axis) for a, n in enumerate(powers))] for powers in _powers(axes, degree)]
+        for axis in range(axes)
+    ]
 
 
 def upper_entries(matrices: torch.Tensor) -> torch.Tensor:
@@ -245,76 +242,61 @@ def gradients_by_token(
     return coordinates_gradient, generators_gradient.view(generators.shape)
 
 
-class GradientMoments:
+def gradient_by_moments(coordinates: torch.Tensor, generators: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
     """
-    Σ_p x_a φ(−ad Σ_a x_a A_a) W_p over tokens p, as polynomials of the generators that act on the moments
-    Σ_p x₁ⁱ x₂ʲ … W_p: one large product over the tokens, then a number of commutators that does not depend on them.
-
-    Args:
-        coordinates: (tokens, A), A ≤ `MOST_MOMENT_AXES`.
-        generators: As in [`gradients_by_token`].
-        tangents: Likewise.
+    As the gradient of the generators of [`gradients_by_token`], for up to `MOST_MOMENT_AXES` axes: polynomials of the
+    generators act on the moments Σ_p x₁ⁱ x₂ʲ … W_p, one large product over the tokens, then a number of commutators
+    that does not depend on them.
     """
+    axes, groups, blocks, size, _ = generators.shape
+    coefficients = derivative_coefficients(largest_norm(axes), tangents.dtype)
+    degrees = range(1, len(coefficients) + 1)
+    powers = torch.tensor([powers for degree in degrees for powers in _powers(axes, degree)], device=generators.device)
+    # Powers of coordinates of at most 1 do not overflow.
+    largest = torch.cat([coordinates.new_zeros(1, axes), coordinates]).abs().amax(0)
+    scales = torch.where(largest > 0, largest, 1.0)
+    weights = (coordinates / scales).unsqueeze(1).pow(powers).prod(-1).to(tangents.dtype)  # (tokens, monomials)
+    moments = torch.matmul(0.5 * weights.T, tangents)  # (G, monomials, K·b(b−1)/2)
+    scales = scales.view(-1, 1, 1, 1, 1)
+    scaled = (generators * scales).to(tangents.dtype)
+    scales = scales.to(tangents.dtype)
+    if backend := find_backend("moments_gradient", scaled, size):
+        indices = [product_indices(axes, degree) for degree in degrees[:-1]]
+        return backend.moments_gradient(scaled, moments, coefficients, indices) * scales
+    scaled = scaled.flatten(1, 2)
+    moments = moments.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
+    step = max(1, SLICE_ELEMENTS // (moments.shape[1] * size**2))
+    parts = [
+        _apply_polynomials(scaled[:, block : block + step], moments[block : block + step], coefficients)
+        for block in range(0, groups * blocks, step)
+    ]
+    return torch.cat(parts, dim=1).view(generators.shape) * scales
 
-    def __init__(self, coordinates: torch.Tensor, generators: torch.Tensor, tangents: torch.Tensor):
-        self.generators, self.dtype = generators, tangents.dtype
-        axes, _, _, size, _ = generators.shape
-        self.coefficients = derivative_coefficients(largest_norm(axes), self.dtype)
-        self.levels = [_powers(axes, degree + 1) for degree in range(len(self.coefficients))]
-        self.product_indices = [_product_indices(axes, degree) for degree in range(1, len(self.levels))]
-        powers = torch.tensor([powers for level in self.levels for powers in level], device=generators.device)
-        # Powers of coordinates of at most 1 do not overflow.
-        largest = torch.cat([coordinates.new_zeros(1, axes), coordinates]).abs().amax(0)
-        self.scales = torch.where(largest > 0, largest, 1.0)
-        weights = (coordinates / self.scales).unsqueeze(1).pow(powers).prod(-1).to(self.dtype)  # (tokens, monomials)
-        self.row, self.column = torch.triu_indices(size, size, offset=1, device=generators.device)
-        self.moments = torch.matmul(0.5 * weights.T, tangents)  # (G, monomials, K·b(b−1)/2)
 
-    def generators_gradient(self) -> torch.Tensor:
-        """(A, G, K, b, b) gradient of the generators, in the type of the W."""
-        axes, groups, blocks, size, _ = self.generators.shape
-        scales = self.scales.view(-1, 1, 1, 1, 1)
-        generators = (self.generators * scales).to(self.dtype)
-        scales = scales.to(self.dtype)
-        if backend := find_backend("moments_gradient", generators, size):
-            return backend.moments_gradient(generators, self.moments, self.coefficients, self.product_indices) * scales
-        generators = generators.flatten(1, 2)
-        moments = self.moments.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
-        step = max(1, SLICE_ELEMENTS // (moments.shape[1] * size**2))
-        parts = [
-            self._gradient(generators[:, block : block + step], moments[block : block + step])
-            for block in range(0, groups * blocks, step)
-        ]
-        return torch.cat(parts, dim=1).view(self.generators.shape) * scales
-
-    def _gradient(self, generators: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-        """
-        Horner's rule in the degree: v_j = c_{|j|−1} M_j + Σ_a [A_a, v_{j+e_a}] for the exponents j of each monomial.
-        The v of degree one are the gradients.
-
-        Args:
-            generators: (A, k, b, b).
-            moments: (k, monomials, b(b−1)/2).
-
-        Returns:
-            (A, k, b, b).
-        """
-        axes, blocks, size, _ = generators.shape
-        upper = moments.new_zeros(blocks, size, moments.shape[1], size)  # (k, b, monomials, b)
-        upper[:, self.row, :, self.column] = moments.permute(2, 0, 1)
-        levels = upper.split([len(level) for level in self.levels], dim=2)
-        total = None
-        for degree in range(len(levels), 0, -1):
-            # Half of a skew-symmetric matrix; its negative transpose is added below.
-            half = (levels[degree - 1] * self.coefficients[degree - 1]).flatten(2)
-            if total is not None:
-                for generator, places in zip(generators, self.product_indices[degree - 1]):
-                    # One product for all monomials, whose matrices are side by side.
-                    half.baddbmm_(generator, _take(total, places).flatten(2))
-            half = half.view(blocks, size, -1, size)
-            total = half - half.transpose(1, 3)
-        assert total is not None, "there is a degree"
-        return total.permute(2, 0, 1, 3)
+def _apply_polynomials(
+    generators: torch.Tensor, moments: torch.Tensor, coefficients: tuple[float, ...]
+) -> torch.Tensor:
+    """
+    Horner's rule in the degree: v_j = c_{|j|−1} M_j + Σ_a [A_a, v_{j+e_a}] for the exponents j of each monomial and the
+    (k, monomials, b(b−1)/2) moments M. The v of degree one are the (A, k, b, b) gradients of the generators.
+    """
+    axes, blocks, size, _ = generators.shape
+    row, column = torch.triu_indices(size, size, offset=1, device=generators.device)
+    upper = moments.new_zeros(blocks, size, moments.shape[1], size)  # (k, b, monomials, b)
+    upper[:, row, :, column] = moments.permute(2, 0, 1)
+    levels = upper.split([len(_powers(axes, degree + 1)) for degree in range(len(coefficients))], dim=2)
+    total = None
+    for degree in range(len(levels), 0, -1):
+        # Half of a skew-symmetric matrix; its negative transpose is added below.
+        half = (levels[degree - 1] * coefficients[degree - 1]).flatten(2)
+        if total is not None:
+            for generator, places in zip(generators, product_indices(axes, degree)):
+                # One product for all monomials, whose matrices are side by side.
+                half.baddbmm_(generator, _take(total, places).flatten(2))
+        half = half.view(blocks, size, -1, size)
+        total = half - half.transpose(1, 3)
+    assert total is not None, "there is a degree"
+    return total.permute(2, 0, 1, 3)
 
 
 def _take(matrices: torch.Tensor, places: list[int]) -> torch.Tensor:

@@ -72,8 +72,7 @@ def _gradients(ctx, *gradients):
     positions, generators, squarings, *results = ctx.saved_tensors
     gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients[:-1], results)]
     needs_positions = ctx.needs_input_grad[0]
-    found = block_rotations_backward(positions, generators, squarings, *ctx.place, results, gradients, needs_positions)
-    return *(x if needed else None for x, needed in zip(found, ctx.needs_input_grad)), *[None] * 7
+    return block_rotations_backward(positions, generators, squarings, *ctx.place, results, gradients, needs_positions)
 
 
 @operator(

@@ -88,21 +88,15 @@ def _fake_quaternion_rotations(positions, generators, dtype):
     return positions.new_empty(groups, positions.shape[0], blocks, 2 + halves, 2 + halves, dtype=dtype)
 
 
-def _save_inputs(ctx, inputs, output):
-    positions, generators, _ = inputs
-    ctx.save_for_backward(positions, generators)
-
-
 def _quaternion_gradients(ctx, gradient):
-    found = quaternion_rotations_backward(*ctx.saved_tensors, gradient, ctx.needs_input_grad[0])
-    return *(x if needed else None for x, needed in zip(found, ctx.needs_input_grad)), None
+    return quaternion_rotations_backward(*ctx.saved_tensors, gradient, ctx.needs_input_grad[0])
 
 
 @operator(
     "(Tensor positions, Tensor generators, ScalarType dtype) -> Tensor",
     fake=_fake_quaternion_rotations,
     gradients=_quaternion_gradients,
-    save=_save_inputs,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
 )
 def _quaternion_rotations(positions, generators, dtype):
     """(G, P, K, b, b) of (A, G, K, 1 or 2, 3) quaternions of generators."""

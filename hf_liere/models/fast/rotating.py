@@ -1,17 +1,8 @@
 """The rotation of queries and keys as operators with gradients."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from .application import (
-    apply_blocks,
-    apply_planes,
-    drop_empty_key,
-    match_layout,
-    restore_empty_key,
-)
+from .application import apply_rotation, drop_empty_key, match_layout, restore_empty_key
 from .dispatch import operator
 from .rotation_gradients import rotate_blocks_backward, rotate_planes_backward
 
@@ -22,24 +13,15 @@ def _save_rotated(ctx, inputs, output):
     ctx.save_for_backward(*(output if ctx.needs_input_grad[2] else (None, None)), rotation, *others)
 
 
-def _find_gradients(ctx, gradients, rotate: Any, backward: Callable) -> tuple[torch.Tensor | None, ...]:
-    query, key, *rotation = ctx.saved_tensors
+def _states_gradients(ctx, *gradients):
+    query, key, rotation, *others = ctx.saved_tensors
     if query is None:
-        found = rotate.operator(*gradients, *rotation, not ctx.inverse)
-    elif ctx.inverse:
+        rotate = _rotate_planes if others else _rotate_blocks
+        return rotate.operator(*gradients, rotation, *others, not ctx.inverse)
+    if ctx.inverse:
         raise NotImplementedError("Inverse rotations have no gradient of the rotation.")
-    else:
-        found = backward(*gradients, query, key, *rotation)
-    found = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad)]
-    return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
-
-
-def _planes_gradients(ctx, *gradients):
-    return _find_gradients(ctx, gradients, _rotate_planes, rotate_planes_backward)
-
-
-def _blocks_gradients(ctx, *gradients):
-    return _find_gradients(ctx, gradients, _rotate_blocks, rotate_blocks_backward)
+    backward = rotate_planes_backward if others else rotate_blocks_backward
+    return backward(*gradients, query, key, rotation, *others)
 
 
 def _fake_states(query, key, *_):
@@ -49,22 +31,22 @@ def _fake_states(query, key, *_):
 @operator(
     "(Tensor query, Tensor key, Tensor cos_sin, Tensor? generators, Tensor? phases, bool inverse) -> (Tensor, Tensor)",
     fake=_fake_states,
-    gradients=_planes_gradients,
+    gradients=_states_gradients,
     save=_save_rotated,
 )
 def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
     """(B, H, N, D) query and key by the fields of [`PlaneRotation`], or by its inverse."""
-    rotated = apply_planes(drop_empty_key(query, key), cos_sin, inverse)  # (B, H, N, D) each
+    rotated = apply_rotation(drop_empty_key(query, key), cos_sin, inverse)  # (B, H, N, D) each
     return match_layout(restore_empty_key(rotated, key), (query, key))
 
 
 @operator(
     "(Tensor query, Tensor key, Tensor blocks, bool inverse) -> (Tensor, Tensor)",
     fake=_fake_states,
-    gradients=_blocks_gradients,
+    gradients=_states_gradients,
     save=_save_rotated,
 )
 def _rotate_blocks(query, key, blocks, inverse):
     """(B, H, N, D) query and key by [`BlockRotation`], or by its inverse."""
-    rotated = apply_blocks(drop_empty_key(query, key), blocks, inverse)  # (B, H, N, D) each
+    rotated = apply_rotation(drop_empty_key(query, key), blocks, inverse)  # (B, H, N, D) each
     return match_layout(restore_empty_key(rotated, key), (query, key))

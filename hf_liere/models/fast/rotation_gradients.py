@@ -2,7 +2,7 @@
 
 import torch
 
-from .application import apply_blocks, apply_planes, block_rows, drop_empty_key, match_layout, restore_empty_key
+from .application import apply_rotation, block_rows, drop_empty_key, match_layout, restore_empty_key
 from .dispatch import find_backend, operator
 
 
@@ -44,17 +44,11 @@ def rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, ge
     ),
 )
 def rotate_blocks_backward(query_gradient, key_gradient, query, key, blocks):
-    """Gradients of query, key and blocks; `query` and `key` are the rotated ones."""
+    """Gradients of query and key, and of blocks: g qᵀ with q = Rᵀ r; `query` and `key` are the rotated states r."""
     gradients, states = drop_empty_key(query_gradient, key_gradient), drop_empty_key(query, key)
-    *rotated_back, outer = blocks_backward(gradients, states, blocks)
-    rotated_back = restore_empty_key(tuple(rotated_back), key_gradient)
+    outer = outer_products(gradients, states, blocks.shape[:4], blocks.shape[-1], blocks)
+    rotated_back = restore_empty_key(apply_rotation(gradients, blocks, inverse=True), key_gradient)
     return match_layout((*rotated_back, outer.to(blocks.dtype)), (query_gradient, key_gradient, blocks))
-
-
-def blocks_backward(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gradients of the states, and of the blocks: g qᵀ with q = Rᵀ r, r being the rotated state."""
-    outer = outer_products(gradients, rotated, blocks.shape[:4], blocks.shape[-1], blocks)
-    return *apply_blocks(gradients, blocks, inverse=True), outer
 
 
 def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -63,7 +57,7 @@ def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Te
         *rotated_back, cos_sin_gradient = backend.planes_backward(gradients, rotated, cos_sin)
         return *rotated_back, cos_sin_gradient.to(cos_sin.dtype)
     by_angle = angle_gradients(gradients, rotated, cos_sin)
-    return *apply_planes(gradients, cos_sin, inverse=True), _along_circle(by_angle, cos_sin)
+    return *apply_rotation(gradients, cos_sin, inverse=True), _along_circle(by_angle, cos_sin)
 
 
 def commuting_backward(
@@ -82,7 +76,7 @@ def commuting_backward(
         outer = outer_products(gradients, rotated, phases.shape, size)
         by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
         by_angle = by_angle.reshape(cos_sin.shape[:-1]).to(cos_sin.dtype)  # (1 or B, 1 or H, N, planes)
-        rotated_back = apply_planes(gradients, cos_sin, inverse=True)
+        rotated_back = apply_rotation(gradients, cos_sin, inverse=True)
         cos_sin_gradient = _along_circle(by_angle, cos_sin)
     return *rotated_back, cos_sin_gradient.to(cos_sin.dtype), generators_gradient.to(generators.dtype)
 

@@ -137,11 +137,8 @@ def first_square(squarings: torch.Tensor) -> torch.Tensor:
 
 class Chunk(NamedTuple):
     """
-    Rays whose first rotations are squared equally often, longest ray first.
-
-    Attributes:
-        rays: (rays,) their indices.
-        multiples: At k − 1 the k-th tokens of all rays with k tokens or more.
+    Rays whose first rotations are squared equally often, longest ray first: their (rays,) indices, and at k − 1 of
+    `multiples` the k-th tokens of all rays with k tokens or more.
     """
 
     squarings: int
