@@ -53,8 +53,7 @@ def planes_backward(gradients: Tensors, rotated: Tensors, cos_sin: torch.Tensor)
     As [`rotation_gradients.planes_backward`]: [`apply_rotation`] of the gradients by the inverse and
     [`angle_gradients`], in one pass with 3/4 of the bytes.
     """
-    gradients, cos_sin = tuple(map(contiguous_channels, gradients)), _contiguous_blocks(cos_sin)
-    back = _results_like(gradients)
+    cos_sin, back = _contiguous_blocks(cos_sin), _results_like(gradients)
     sums = _sums(2, "planes_backward", gradients, rotated, cos_sin.shape, _pair(back), _shared(cos_sin))
     return *back, sums
 
@@ -63,8 +62,7 @@ def commuting_backward(
     gradients: Tensors, rotated: Tensors, cos_sin: torch.Tensor, frequencies: torch.Tensor, phases: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """As [`rotation_gradients.commuting_backward`] for rotations that all samples share."""
-    gradients, cos_sin = tuple(map(contiguous_channels, gradients)), _contiguous_blocks(cos_sin)
-    back, phases = _results_like(gradients), _contiguous_blocks(phases)
+    cos_sin, phases, back = _contiguous_blocks(cos_sin), _contiguous_blocks(phases), _results_like(gradients)
     heads, tokens = rotated[0].shape[1:3]
     shared, blocks, planes = frequencies.shape
     frequencies = frequencies.to(torch.float32).expand(heads, -1, -1).contiguous()
@@ -116,7 +114,7 @@ def block_rotations(
         raise ValueError(f"Positions in {positions.dtype}; accepted are torch.float64 and torch.float32.")
     axes, groups, blocks, size, _ = generators.shape
     positions, generators = positions.contiguous(), generators.to(positions.dtype).contiguous()
-    rays, squarings = _check_rays(rays, squarings, squares, len(positions))
+    structure = _rays(rays, squarings, squares, len(positions))
     on_ray = rays.indices[rays.indices >= 0]
     on_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, on_ray, False)
     if rays.mirror >= 0:
@@ -125,8 +123,7 @@ def block_rotations(
     identity = torch.eye(size, dtype=torch.float32, device="cpu")
     for rotation in rotations:
         rotation[on_no_ray] = identity
-    sizes, offsets = Sizes(axes, groups, blocks, size), first_square(squarings)
-    structure, is_double = _rays(rays, squarings, offsets, squares), positions.dtype == torch.float64
+    sizes, is_double = Sizes(axes, groups, blocks, size), positions.dtype == torch.float64
     polynomial = torch.tensor(POLYNOMIAL, dtype=torch.float64, device="cpu")
     _call(size, "block_rotations", sizes, structure, is_double, positions, generators, polynomial, rotations)
     return rotations
@@ -138,10 +135,10 @@ def block_tangents(
     """As [`exponential_gradient.ray_tangents`]."""
     _, blocks, size, _ = rotations[0].shape
     rotations, gradients = (tuple(x.to(torch.float32).contiguous() for x in pair) for pair in (rotations, gradients))
-    rays, squarings = _check_rays(rays, squarings, squares, len(rotations[0]))
+    structure = _rays(rays, squarings, squares, len(rotations[0]))
     tangents = _empty(len(rotations), len(squarings), blocks * (size * (size - 1) // 2))
-    sizes, offsets = Sizes(groups=len(rotations), blocks=blocks, size=size), first_square(squarings)
-    _call(size, "block_tangents", sizes, _rays(rays, squarings, offsets, squares), rotations, gradients, tangents)
+    sizes = Sizes(groups=len(rotations), blocks=blocks, size=size)
+    _call(size, "block_tangents", sizes, structure, rotations, gradients, tangents)
     return tangents
 
 
@@ -152,7 +149,7 @@ def moments_gradient(
     product_indices: list[list[list[int]]],
 ) -> torch.Tensor:
     """
-    [`exponential_gradient.GradientMoments.generators_gradient`].
+    The last step of [`exponential_gradient.gradient_by_moments`].
 
     Args:
         generators: (A, G, K, b, b).
@@ -204,11 +201,7 @@ def _quaternions(positions: torch.Tensor, generators: torch.Tensor) -> tuple[Siz
 
 
 def _call(block_size: int, name: str, *arguments: object) -> None:
-    """
-    Raises:
-        RuntimeError: if the kernels do not support this block size.
-        MemoryError: if there is too little memory for the kernel's scratch space.
-    """
+    """Raises `RuntimeError` for blocks of an unknown size, `MemoryError` without memory for the scratch space."""
     if reason := failure(block_size):
         raise RuntimeError(f"No CPU kernels for blocks of {block_size}: {reason}.")
     name, threads = f"hf_liere_{name}", torch.get_num_threads()
@@ -252,10 +245,11 @@ def _prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check_rays(
-    rays: RayTokens, squarings: torch.Tensor, squares: torch.Tensor | None, num_tokens: int
-) -> tuple[RayTokens, torch.Tensor]:
-    """Validated, contiguous int64 rays: the kernels do not check bounds when they write to tokens and squares."""
+def _rays(rays: RayTokens, squarings: torch.Tensor, squares: torch.Tensor | None, num_tokens: int) -> Rays:
+    """
+    Raises:
+        ValueError: if rays lead elsewhere; the kernels do not check bounds when they write to tokens and squares.
+    """
     tokens = rays.indices
     if tokens.ndim != 2 or squarings.shape != tokens.shape[:1]:
         raise ValueError(
@@ -282,13 +276,13 @@ def _check_rays(
             f"{int(num_saved(squarings).sum())} squares of each group need contiguous memory, not "
             f"{tuple(squares.shape)} with strides {squares.stride()}."
         )
-    return rays._replace(indices=tokens), squarings
-
-
-def _rays(rays: RayTokens, squarings: torch.Tensor, offsets: torch.Tensor, squares: torch.Tensor | None) -> Rays:
     address, saved = (None, 0) if squares is None else (squares.data_ptr(), squares.shape[1])
-    addresses = (tensor.data_ptr() for tensor in (rays.indices, squarings, offsets))
-    return Rays(*addresses, address, *rays.indices.shape, saved, SAVE_INTERVAL, rays.step, rays.mirror)
+    tensors = tokens, squarings, first_square(squarings)
+    addresses = (tensor.data_ptr() for tensor in tensors)
+    structure = Rays(*addresses, address, *tokens.shape, saved, SAVE_INTERVAL, rays.step, rays.mirror)
+    # They must live as long as the addresses.
+    structure.tensors = tensors
+    return structure
 
 
 def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ class Sizes(ctypes.Structure):
 
 
 class Rays(ctypes.Structure):
+    tensors: Sequence[torch.Tensor]
     _fields_ = _fields(ctypes.c_void_p, "tokens squarings offsets saved_squares")
     _fields_ += _fields(ctypes.c_int64, "count longest saved interval step mirror")
 
@@ -62,35 +63,28 @@ class Values:
         return (ctypes.c_void_p * len(values))(*(tensor.data_ptr() for tensor in values))
 
 
-_POWERS, _RAYS, _STATES, _TURNED = (
+_POWERS, _RAYS, _STATES, _TURNED, _SHARED = (
     [ctypes.POINTER(structure) for structure in structures]
-    for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared), (Pair, Shared))
+    for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared), (Pair, Shared), (Shared,))
 )
 _ANGLES = [ctypes.c_int64, Values, Values]
 _QUATERNIONS = [ctypes.POINTER(Sizes), ctypes.c_int64, Values, Values]
-# Arguments of each function. Kernels take the number of threads last and return whether memory sufficed.
-ARGUMENTS = {
-    "hf_liere_prefer_huge_pages": [Values, ctypes.c_int64],
-    "hf_liere_block_rotations": [*_RAYS, ctypes.c_int, Values, Values, Values, Values, ctypes.c_int],
-    "hf_liere_block_tangents": [*_RAYS, Values, Values, Values, ctypes.c_int],
-    "hf_liere_moments_gradient": [*_POWERS, Values, Values, Values, ctypes.c_int],
-    "hf_liere_quaternion_rotations": [*_QUATERNIONS, Values, ctypes.c_int],
-    "hf_liere_quaternion_gradients": [*_QUATERNIONS, Values, Values, ctypes.c_int],
-    "hf_liere_rotate_blocks": [*_STATES, ctypes.c_int, ctypes.c_int],
-    "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
-    "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],
-    "hf_liere_angle_gradients": [*_STATES, ctypes.c_int],
-    "hf_liere_planes_backward": [*_STATES, *_TURNED, ctypes.c_int],
-    "hf_liere_commuting_backward": [
-        *_STATES,
-        *_TURNED,
-        ctypes.POINTER(Shared),
-        ctypes.c_int64,
-        Values,
-        Values,
-        ctypes.c_int,
-    ],
-    "hf_liere_reduce_angles": [*_ANGLES, ctypes.c_int],
-    "hf_liere_interleave": [*_ANGLES, Values, ctypes.c_int],
-    "hf_liere_cos_sin_backward": [*_ANGLES, Values, ctypes.c_int],
+# Arguments of each kernel before the last one, the number of threads. Kernels return whether memory sufficed.
+_KERNELS: dict[str, list] = {
+    "block_rotations": [*_RAYS, ctypes.c_int, Values, Values, Values, Values],
+    "block_tangents": [*_RAYS, Values, Values, Values],
+    "moments_gradient": [*_POWERS, Values, Values, Values],
+    "quaternion_rotations": [*_QUATERNIONS, Values],
+    "quaternion_gradients": [*_QUATERNIONS, Values, Values],
+    "rotate_blocks": [*_STATES, ctypes.c_int],
+    "rotate_planes": [*_STATES, ctypes.c_int],
+    "outer_products": [*_STATES, *_SHARED],
+    "angle_gradients": _STATES,
+    "planes_backward": [*_STATES, *_TURNED],
+    "commuting_backward": [*_STATES, *_TURNED, *_SHARED, ctypes.c_int64, Values, Values],
+    "reduce_angles": _ANGLES,
+    "interleave": [*_ANGLES, Values],
+    "cos_sin_backward": [*_ANGLES, Values],
 }
+ARGUMENTS = {f"hf_liere_{name}": [*arguments, ctypes.c_int] for name, arguments in _KERNELS.items()}
+ARGUMENTS["hf_liere_prefer_huge_pages"] = [Values, ctypes.c_int64]

@@ -63,10 +63,7 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """
-    Raises:
-        OSError: if the library does not load, was built from other sources, or would abort the process.
-    """
+    """Raises `OSError` if the library does not load, was built from other sources, or would abort the process."""
     if b"__kmpc_fork_call" in path.read_bytes() and hasattr(ctypes.CDLL(None), "__kmpc_fork_call"):
         raise OSError("it is linked to LLVM's OpenMP, and a second copy of it would abort this process")
     found = ctypes.CDLL(str(path))

@@ -158,14 +158,8 @@ def _launch(
     states: Tensors, shape: torch.Size, block_size: int | None, samples: int | None
 ) -> tuple[tuple, tuple, dict]:
     """
-    Args:
-        states: One or two tensors, (B, H, N, D) each.
-        shape: (1 or B, 1 or H, N, planes or blocks, …) of the rotations.
-        block_size: b, or `None` for planes.
-        samples: As in [`apply_rotation`].
-
-    Returns:
-        The grid over tokens, heads and samples, and a kernel's sizes and constants.
+    The grid over tokens, heads and samples, and a kernel's sizes and constants, for (B, H, N, D) states, rotations of a
+    shape (1 or B, 1 or H, N, planes or blocks, …), blocks of a size, or `None` for planes, and `samples` per program.
     """
     assert triton is not None, _import_error
     count, states = len(states), states[0]

@@ -133,63 +133,58 @@ class Example:
             return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
         # Both sides of the comparison start from the rounded inputs of the kernels.
-        self.query, self.key, *self.gradients = (
-            normal(batch, tokens, heads, head_dim).transpose(1, 2).to(case.dtype) for _ in range(4)
-        )
+        drawn = [normal(batch, tokens, heads, head_dim).transpose(1, 2).to(case.dtype) for _ in range(4)]
+        self.states, self.gradients = drawn[:2], drawn[2:]
         rotation = torch.linalg.qr(normal(1, heads, tokens, blocks, size, size)).Q
         if size == 2:
             # An orthogonal matrix may be a reflection; its first column still is the cos and sin of a rotation.
             cos, sin = rotation[..., 0].unbind(-1)
             rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
         self.rotation = rotation.to(torch.float32)
-        self.matrices = torch.eye(head_dim, dtype=torch.float64, device="cpu").repeat(heads, tokens, 1, 1)
-        for block, channels in enumerate(self._blocks()):
-            self.matrices[..., channels, channels] = self.rotation[0, :, :, block].to(torch.float64)
 
-    def _blocks(self) -> list[slice]:
-        size = self.case.block_size
-        return [slice(start, start + size) for start in range(0, self.width, size)]
-
-    def to_device(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def to_device(self) -> Iterator[list[torch.Tensor]]:
         """Gradients and states of query and key, on the device of the case."""
-        gradients, states = self.gradients, (self.query, self.key)
-        return [part.to(self.case.device) for part in gradients], [part.to(self.case.device) for part in states]
+        return ([part.to(self.case.device) for part in pair] for pair in (self.gradients, self.states))
 
     def compare_rotations(self, apply_rotation: Callable, rotation: torch.Tensor, samples: int) -> Iterator[tuple]:
         """Compare both rotated states, in both directions."""
-        _, (query, key) = self.to_device()
+        _, given = self.to_device()
         kind = "planes" if is_planes(rotation) else "blocks"
         rounding, tiny = torch.finfo(self.case.dtype).eps, torch.finfo(self.case.dtype).tiny
         for inverse in (False, True):
-            matrices = self.matrices.transpose(-1, -2) if inverse else self.matrices
-            found = _results(apply_rotation, (query, key), rotation, inverse, samples=samples)
-            for rotated, states in zip(found, (self.query, self.key)):
+            matrices = (self.rotation.transpose(-1, -2) if inverse else self.rotation)[0].double()
+            found = _results(apply_rotation, given, rotation, inverse, samples=samples)
+            for rotated, states in zip(found, self.states):
                 # A float32 sum of n products has an error of at most n·ε times the sum of their absolute values. The
                 # result and a matrix are each rounded to the dtype, by ε/2; subnormal numbers have larger errors.
-                bound = (self.case.block_size * EPS + rounding) * _rotate(matrices.abs(), states.abs()) + tiny
+                bound = (self.case.block_size * EPS + rounding) * self._rotate(matrices.abs(), states.abs()) + tiny
                 name = f"apply_rotation of {kind}" + ", inverse," * inverse
-                yield name, rotated, _rotate(matrices, states), bound
+                yield name, rotated, self._rotate(matrices, states), bound
+
+    def _rotate(self, matrices: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        rotated = torch.einsum("hnkij,bhnkj->bhnki", matrices, self._blocks(states))
+        return torch.cat([rotated.flatten(-2), states[..., self.width :]], dim=-1)
+
+    def _blocks(self, states: torch.Tensor) -> torch.Tensor:
+        """(…, D) → (…, blocks, b) in float64."""
+        return states[..., : self.width].double().unflatten(-1, (-1, self.case.block_size))
 
     def angle_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(H, N, planes), and bounds of their rounding errors."""
         outer, absolute = self._outer_products()
-        first = torch.arange(0, self.width, 2, device="cpu")
-        expected = outer[..., first + 1, first] - outer[..., first, first + 1]
-        return expected, 4 * self.batch * EPS * (absolute[..., first + 1, first] + absolute[..., first, first + 1])
+        bound = 4 * self.batch * EPS * (absolute[..., 1, 0] + absolute[..., 0, 1])
+        return outer[..., 1, 0] - outer[..., 0, 1], bound
 
     def outer_products(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(H, N, blocks, b, b), and bounds of their rounding errors."""
-        expected, absolute = (
-            torch.stack([outer[..., block, block] for block in self._blocks()], dim=2)
-            for outer in self._outer_products()
-        )
+        expected, absolute = self._outer_products()
         return expected, 2 * self.batch * EPS * absolute
 
     def _outer_products(self) -> Iterator[torch.Tensor]:
-        """Yields Σ g rᵀ over samples, query and key, (H, N, D, D), and the same sum of absolute values."""
-        gradients, states = torch.cat(self.gradients).double(), torch.cat([self.query, self.key]).double()
+        """Yields Σ g rᵀ over samples, query and key, (H, N, blocks, b, b), and the same sum of absolute values."""
+        gradients, states = (self._blocks(torch.cat(pair)) for pair in (self.gradients, self.states))
         for factors in ((gradients, states), (gradients.abs(), states.abs())):
-            yield torch.einsum("bhni,bhnj->hnij", *factors)
+            yield torch.einsum("bhnki,bhnkj->hnkij", *factors)
 
 
 def padded_width(head_dim: int) -> int:
@@ -197,17 +192,8 @@ def padded_width(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _rotate(matrices: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("hnij,bhnj->bhni", matrices, states.double())
-
-
 def _results(function: Callable, *arguments: object, **options: object) -> list[torch.Tensor]:
-    """
-    The results of a kernel on the CPU in float64; reading them also raises any error of the GPU.
-
-    Raises:
-        RuntimeError: if the kernel raised anything, with its text.
-    """
+    """The results on the CPU in float64; reading them also raises any error of the GPU. Errors name the kernel."""
     try:
         results = function(*arguments, **options)
         results = results if isinstance(results, tuple) else (results,)
