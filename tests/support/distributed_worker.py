@@ -50,11 +50,14 @@ def step(model, kind, batch):
     size = 1 if kind.endswith("accumulated") else len(batch["labels"])
     parts = [dict(zip(batch, part)) for part in zip(*(values.split(size) for values in batch.values()))]
     logits = []
-    for index, part in enumerate(parts):
-        with micro_batch(wrapped, is_last=index == len(parts) - 1):
-            outputs = wrapped(**part)
-            (outputs.loss / len(parts)).backward()
-        logits.append(outputs.logits)
+    with hf_liere.accumulate_rotations(wrapped) as window:
+        for index, part in enumerate(parts):
+            if is_last := index == len(parts) - 1:
+                window.last()
+            with micro_batch(wrapped, is_last):
+                outputs = wrapped(**part)
+                (outputs.loss / len(parts)).backward()
+            logits.append(outputs.logits)
     optimizer.step()
     return torch.cat(logits)
 
@@ -63,7 +66,6 @@ def step(model, kind, batch):
 def micro_batch(model, is_last):
     """As accelerate's `accumulate`."""
     with contextlib.ExitStack() as contexts:
-        contexts.enter_context(hf_liere.accumulate_rotations(model, sync_gradients=is_last))
         if not isinstance(model, DistributedDataParallel):
             model.set_requires_gradient_sync(is_last)
         elif not is_last:

@@ -47,6 +47,8 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         if self.args.attn_implementation is not None:
             self._choose_attention(self.args.attn_implementation)
         self.evaluation_seconds = 0.0
+        # The open window of an optimizer step, see `accumulate_rotations`.
+        self._accumulated: accumulate_rotations | None = None
         # Time and step at which losses were last logged.
         self._last_log: tuple[float, int] | None = None
 
@@ -59,10 +61,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
             raise InputError(f"--attn_implementation {name}: {reason(error)}; accepted: sdpa, eager.") from error
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        context = contextlib.nullcontext()
-        if self.args.accumulate_rotations:
-            context = accumulate_rotations(model, sync_gradients=self.accelerator.sync_gradients)
-        with context:
+        with self._micro_batch(model):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._require_finite("loss", loss)
         # With fp16, gradients may overflow; the scaler then skips the step.
@@ -70,6 +69,19 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             self._require_finite("gradient norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         return loss
+
+    @contextlib.contextmanager
+    def _micro_batch(self, model):
+        """The window of `accumulate_rotations` stays open from the first micro-batch of a step to the last one."""
+        if self.args.accumulate_rotations and self._accumulated is None:
+            self._accumulated = accumulate_rotations(model).__enter__()
+        is_last = self.accelerator.sync_gradients
+        if is_last and self._accumulated is not None:
+            self._accumulated.last()
+        yield
+        if is_last and self._accumulated is not None:
+            self._accumulated.__exit__(None, None, None)
+            self._accumulated = None
 
     def _require_finite(self, what: str, value: torch.Tensor) -> None:
         if not math.isfinite(value := value.item()):

@@ -46,17 +46,20 @@ class Runner:
                 logits(self.call, self.pixels)
             return
         self.model.zero_grad(set_to_none=True)
-        for left in reversed(range(self.settings.micro_batches)):
-            with self._accumulate(is_last=left == 0):
-                with self.settings.autocast():
-                    loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
-                loss.backward()
-
-    def _accumulate(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         if self.settings.micro_batches == 1:
             # Entering the context visits all modules, which is no part of a plain step.
-            return contextlib.nullcontext()
-        return hf_liere.accumulate_rotations(self.model, sync_gradients=is_last)
+            self._micro_batch()
+            return
+        with hf_liere.accumulate_rotations(self.model) as window:
+            for left in reversed(range(self.settings.micro_batches)):
+                if left == 0:
+                    window.last()
+                self._micro_batch()
+
+    def _micro_batch(self) -> None:
+        with self.settings.autocast():
+            loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
+        loss.backward()
 
     def seconds(self, steps: int) -> dict[str, float]:
         """Mean seconds of a step by every clock."""

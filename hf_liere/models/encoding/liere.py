@@ -37,7 +37,7 @@ class LieRE(RotaryEncoding):
         shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
         self.generators = self.new_parameter(*shape)
         # Set by `accumulate_rotations`.
-        self.rotation_accumulation = None
+        self.rotation_sums = None
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
@@ -84,10 +84,10 @@ class LieRE(RotaryEncoding):
             parts = [part.clone() for part in chosen.split(1, dim=1)]
             return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
 
-        # Replicas of `DataParallel` share the accumulation and have no parameters.
-        if self.rotation_accumulation is None or not self._parameters:
+        # Replicas of `DataParallel` share the sums and have no parameters.
+        if self.rotation_sums is None or not self._parameters:
             return compute(entries)
-        return self.rotation_accumulation.rotations(key, entries, compute)
+        return self.rotation_sums.rotations(key, entries, compute)
 
     @classmethod
     def folded_class(cls, config) -> type[RotaryEncoding]:

@@ -1,7 +1,9 @@
 """`accumulate_rotations`: the gradients of plain accumulation, with one backward pass of the exponentials per step."""
 
 import contextlib
+import copy
 import gc
+import pickle
 import warnings
 
 import pytest
@@ -29,13 +31,16 @@ def images(*sizes, **inputs):
     return [{"pixel_values": torch.randn(2, 3, n, n).double(), "labels": labels, **inputs} for n in sizes]
 
 
-def run(model, batches, held=True, ends=True):
-    """The micro-batches of a step; the last one is the last of its step if it `ends`."""
-    for index, batch in enumerate(batches):
-        is_last = ends and index == len(batches) - 1
-        context = accumulate_rotations(model, sync_gradients=is_last) if held else contextlib.nullcontext()
-        with context:
-            model(**batch).loss.backward()
+def run(model, batches, held=True, between=None):
+    """The micro-batches of a step; `between` is called after the first one, with its loss."""
+    with accumulate_rotations(model) if held else contextlib.nullcontext() as window:
+        for index, batch in enumerate(batches):
+            if held and index == len(batches) - 1:
+                window.last()
+            loss = model(**batch).loss
+            loss.backward()
+            if between is not None and index == 0:
+                between(loss)
 
 
 def gradients(model):
@@ -77,10 +82,12 @@ def test_nothing_stays_in_memory_after_a_step(model):
     remember = model.liere.rotary_encoding.register_forward_hook(
         lambda module, inputs, rotations: seen.extend(StorageWeakRef(one.blocks.untyped_storage()) for one in rotations)
     )
-    run(model, images(16, 24, 16), ends=False)
-    gc.collect()
-    assert not any(rotation.expired() for rotation in seen)
-    run(model, images(24))
+
+    def all_are_kept(loss):
+        gc.collect()
+        assert seen and not any(rotation.expired() for rotation in seen)
+
+    run(model, images(16, 24, 16), between=all_are_kept)
     gc.collect()
     assert all(rotation.expired() for rotation in seen)
     remember.remove()
@@ -95,48 +102,46 @@ def test_given_positions_take_part(model, last):
     assert_plain(model, gradients(model), batches)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("moment", ["between", "inside", "after_forward", "exception"])
-def test_a_step_that_is_left_out_leaks_nothing(model, set_to_none, moment):
-    left_out, batches = images(16, 24), images(16, 16)
-    run(model, images(16, 24))
-    model.zero_grad(set_to_none=set_to_none)
-    run(model, left_out, ends=False)
-    if moment == "between":
-        model.zero_grad(set_to_none=set_to_none)
-    elif moment == "inside":
-        with accumulate_rotations(model, sync_gradients=False):
-            model(**left_out[0]).loss.backward()
-            model.zero_grad(set_to_none=set_to_none)
-    elif moment == "after_forward":
-        with accumulate_rotations(model, sync_gradients=False):
-            loss = model(**batches[0]).loss
-            model.zero_grad(set_to_none=set_to_none)
-            loss.backward()
-    else:
-        with pytest.raises(KeyboardInterrupt), accumulate_rotations(model, sync_gradients=False):
-            model(**left_out[0])
-            raise KeyboardInterrupt
-        model.zero_grad(set_to_none=set_to_none)
-    run(model, batches[moment == "after_forward" :])
-    assert_plain(model, gradients(model), batches)
+def test_a_step_that_is_left_out_leaks_nothing(model):
+    """An exception ends the step; copies of the model, made in its middle, take no part in it."""
+    batches, copies = images(16, 16), []
+
+    def stop(loss):
+        copies.extend((copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
+        raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        run(model, images(16, 24), between=stop)
+    for each in (model, *copies):
+        each.zero_grad()
+        run(each, batches)
+        assert_plain(each, gradients(each), batches)
 
 
-def test_gradients_survive_what_is_not_zeroing(model):
+def test_gradients_survive_other_passes(model):
     """A micro-batch without backward pass, an evaluation and a penalty beside the loss."""
     batches, generators = images(16, 16), model.get_parameter(GENERATORS)
 
-    def interrupted_run(held):
-        run(model, batches[:1], held, ends=False)
+    def interrupt(loss):
         with torch.no_grad():
             model.eval()(**batches[0])
         model.train()(**batches[0])
         generators.square().sum().mul(1e-3).backward()
-        run(model, batches[1:], held)
-        return gradients(model)
 
-    found, expected = interrupted_run(held=True), interrupted_run(held=False)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-16)
+    found = []
+    for held in (True, False):
+        run(model, batches, held, between=interrupt)
+        found.append(gradients(model))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-16)
+
+
+def test_backward_passes_after_the_context_are_complete(model):
+    batches = images(16, 16)
+    with accumulate_rotations(model):
+        losses = [model(**batch).loss for batch in batches]
+    for loss in losses:
+        loss.backward()
+    assert_plain(model, gradients(model), batches)
 
 
 def test_changed_generators_are_seen(model):
@@ -145,111 +150,62 @@ def test_changed_generators_are_seen(model):
     before, found = generators.detach().clone(), []
     for held in (True, False):
         generators.data.copy_(before)
-        run(model, batches[:1], held, ends=False)
-        generators.data.mul_(1.5)
-        run(model, batches[1:], held)
+        run(model, batches, held, between=lambda loss: generators.data.mul_(1.5))
         found.append(gradients(model))
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-16)
 
 
-def test_optimizers_do_not_step_too_early(model):
-    optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), images(16, 16)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    run(model, batches[:1], ends=False)
-    with pytest.raises(RuntimeError, match="before the gradients of learned rotations are complete"):
-        optimizer.step()
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    # Others are not concerned.
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
-    # The last backward pass may as well run outside of the context.
-    model(**batches[1]).loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    optimizer.step()
-    model.load_state_dict(before)
-    assert_plain(model, found, batches)
-    run(model, batches[:1], ends=False)
-    optimizer.zero_grad()
-    optimizer.step()
+CHANGES = {
+    "norm": lambda model, loss: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    "values": lambda model, loss: torch.nn.utils.clip_grad_value_(model.parameters(), 0.5),
+    "halved": lambda model, loss: model.get_parameter(GENERATORS).grad.mul_(0.5),
+    "moved": lambda model, loss: model.zero_grad(),
+    "zeroed": lambda model, loss: model.zero_grad(set_to_none=False),
+    "frozen": lambda model, loss: model.get_parameter(GENERATORS).requires_grad_(False),
+    "returned": lambda model, loss: torch.autograd.grad(model(**images(16)[0]).loss, list(model.parameters())),
+}
 
 
-def read_norm(model):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def read_values(model):
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
-
-
-def halve(model):
-    model.get_parameter(GENERATORS).grad.mul_(0.5)
-
-
-def move_away(model):
-    sums = {name: 0 + parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    return sums
-
-
-def add_up_data(model):
-    return model.get_parameter(GENERATORS).grad.data + 1
-
-
-@pytest.mark.parametrize("change", [read_norm, read_values, halve, move_away, add_up_data])
-def test_incomplete_gradients_are_not_read(model, change):
-    """The error is that of the line which would compute with them, and the step can go on without it."""
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_do_not_change_before_they_are_complete(model, change):
     batches = images(16, 16)
-    run(model, batches[:1], ends=False)
-    with pytest.raises(RuntimeError, match="complete after the last micro-batch of accumulate_rotations"):
-        change(model)
-    run(model, batches[1:])
-    found = model.get_parameter(GENERATORS).grad
-    assert type(found) is torch.Tensor
+    with pytest.raises(RuntimeError, match="before they were complete.*only backward.. is accepted"):
+        run(model, batches, between=lambda loss: CHANGES[change](model, loss))
+    model.requires_grad_(True)
     model.zero_grad()
-    run(model, batches, held=False)
-    torch.testing.assert_close(found, model.get_parameter(GENERATORS).grad, rtol=1e-11, atol=1e-16)
+    run(model, batches)
+    assert_plain(model, gradients(model), batches)
 
 
-def test_gradients_that_are_taken_away_stay_incomplete(model):
-    """A step that begins anew leaves what was taken before as it is."""
-    batches = images(16, 16)
-    run(model, batches[:1], ends=False)
-    taken = model.get_parameter(GENERATORS).grad
-    model.zero_grad()
-    run(model, batches[1:])
-    assert_plain(model, gradients(model), batches[1:])
-    with pytest.raises(RuntimeError, match="complete after the last micro-batch"):
-        taken + 1
-    assert taken.shape == model.get_parameter(GENERATORS).shape and "0." in repr(taken)
-
-
-@pytest.mark.parametrize("moment", ["holding", "last"])
-def test_gradients_that_autograd_returns(model, moment):
-    batches, parameters = images(16, 16), list(model.parameters())
-    run(model, batches[:1], ends=False)
-    with accumulate_rotations(model, sync_gradients=moment == "last"):
-        loss = model(**batches[1]).loss
+def test_the_last_gradients_that_autograd_returns_are_refused(model):
+    batch = images(16)[0]
+    with pytest.raises(RuntimeError, match="torch.autograd.grad"), accumulate_rotations(model) as window:
+        model(**batch).loss.backward()
+        window.last()
+        loss = model(**batch).loss
         # Other gradients do not concern the sums.
         torch.autograd.grad(loss, [model.classifier.weight], retain_graph=True)
         torch.autograd.grad(model.get_parameter(GENERATORS).square().sum(), [model.get_parameter(GENERATORS)])
-        with pytest.raises(RuntimeError, match="torch.autograd.grad returned gradients of learned rotations"):
-            torch.autograd.grad(loss, parameters)
-    model.zero_grad()
-    run(model, batches)
-    assert_plain(model, gradients(model), batches)
+        torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_rotations_are_not_frozen_within_a_step(model):
-    batches, generators = images(16, 16, 16), model.get_parameter(GENERATORS)
-    run(model, batches[:1], ends=False)
-    generators.requires_grad_(False)
-    # A micro-batch may leave them out, the last one may not.
-    run(model, batches[1:2], ends=False)
-    with pytest.raises(RuntimeError, match="frozen .requires_grad=False. between the micro-batches"):
-        run(model, batches[2:])
-    model.zero_grad()
-    generators.requires_grad_(True)
-    run(model, batches)
-    assert_plain(model, gradients(model), batches)
+def test_a_last_micro_batch_must_be_announced(model):
+    with pytest.raises(RuntimeError, match="call last.. before the forward pass"), accumulate_rotations(model):
+        model(**images(16)[0]).loss.backward()
+
+
+def test_gradients_of_others_are_left_alone(model):
+    """To the bit, also zeros with a sign, and without hooks that stay."""
+    batches, parameters = images(16, 16), dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, -0.0)
+    before = {name: gradient for name, parameter in parameters.items() if (gradient := parameter.grad) is not None}
+    with accumulate_rotations(model):
+        model(**batches[0])
+    for name, parameter in parameters.items():
+        assert parameter.grad is before[name] and parameter.grad.signbit().all()
+        assert not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
 
 
 def test_scaled_and_clipped_gradients_are_complete(model):
@@ -258,8 +214,10 @@ def test_scaled_and_clipped_gradients_are_complete(model):
     for held in (True, False):
         model.load_state_dict(before)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for index, batch in enumerate(batches):
-            with accumulate_rotations(model, sync_gradients=index == 2) if held else contextlib.nullcontext():
+        with accumulate_rotations(model) if held else contextlib.nullcontext() as window:
+            for index, batch in enumerate(batches):
+                if held and index == 2:
+                    window.last()
                 scaler.scale(model(**batch).loss).backward()
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -283,8 +241,10 @@ def test_layers_that_rotate_one_by_one_share_the_accumulation():
     rotary = hf_liere.LieRotaryEmbedding(num_heads=2, head_dim=8, num_axes=2, block_size=8, num_layers=2).double()
     states, found = torch.randn(2, 2, 2, 16, 8).double(), []
     for held in (True, False):
-        for index in range(3):
-            with accumulate_rotations(rotary, sync_gradients=index == 2) if held else contextlib.nullcontext():
+        with accumulate_rotations(rotary) if held else contextlib.nullcontext() as window:
+            for index in range(3):
+                if held and index == 2:
+                    window.last()
                 positions = hf_liere.grid_positions((4, 4), coordinates="centred_grid")
                 # The last micro-batch does not use the first layer.
                 for layer in range(index == 2, 2):
