@@ -18,7 +18,7 @@ from torch import nn
 from ..models.encoding.encoding_traits import rotary_traits
 from ..models.fast.dispatch import working_dtype
 from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import OutputHooks, TowerPlan, choose_target, patched_towers
+from ..models.patched.tower_patch import TowerPlan, choose_target, patched_towers
 from ..models.patched.vision_patch import make_tower_config
 from ..models.probing.attention_tower import AttentionTower
 from ..models.probing.module_inspection import device_of, forward_arguments, linear_layer
@@ -73,7 +73,6 @@ class DiffusionPatch(LibraryPatch[DiffusionTower]):
         schedule: Of the frequencies, `None` for none.
         reads_level: Whether the schedule depends on the noise level.
         level_hooks: Then the hook that records it.
-        outputs: Hooks on the modules that make queries and keys.
     """
 
     kind: str
@@ -81,7 +80,6 @@ class DiffusionPatch(LibraryPatch[DiffusionTower]):
     schedule: Schedule | None = None
     reads_level: bool = False
     level_hooks: list = field(default_factory=list)
-    outputs: OutputHooks = field(default_factory=OutputHooks)
 
     @property
     def family(self) -> DiffusionFamily:
@@ -143,7 +141,6 @@ class DiffusionPatch(LibraryPatch[DiffusionTower]):
         config: Any = module.config
         module._internal_dict = type(config)({name: config[name] for name in config if name != CONFIG_FIELD})
         self.remove_schedule()
-        self.outputs.remove()
         rope = getattr(module, self.family.rope) if self.family.rope else None
         if isinstance(rope, CarryingRope):
             setattr(module, str(self.family.rope), rope.rope)

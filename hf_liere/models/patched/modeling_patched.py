@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .patched_configuration import RotaryConfigMixin, RotaryModelType, replace_config
 from .rotary_patch import RotaryPatchConfig, plan
-from .tower_patch import TowerPlan, attach, detach, patched_towers
+from .tower_patch import TowerPlan, detach, patched_towers
 
 
 # Of the mixin, whose classes have another base as well.
@@ -178,7 +178,8 @@ def patch_in_place(model: nn.Module, plans: list[TowerPlan], encodings: list[nn.
     _refuse_split_heads(getattr(model, "_tp_size", None), encodings)
     for planned in plans:
         planned.patch.config = _change_classes(model, planned.tower.name, planned.patch.config)
-    attach(plans, encodings)
+    for planned, encoding in zip(plans, encodings):
+        planned.attach(encoding)
 
 
 def _refuse_split_heads(size: int | None, encodings: list[nn.Module]) -> None:

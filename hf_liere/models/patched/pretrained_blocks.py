@@ -15,7 +15,7 @@ from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..encoding.starting_values import order_planes
 from ..fast.dispatch import product_dtype
 from ..probing.attention_probe import Probe
-from ..probing.coordinate_probe import frequency_buffers, read_frequencies
+from ..probing.coordinate_probe import frequency_buffers
 from ..probing.rope_layout import RopeTower
 from ..probing.rope_pairs import find_pairs
 from ..probing.state_makers import RotatedChannels, find_makers
@@ -29,9 +29,12 @@ from .tower_patch import PRETRAINED
 class TokensRotation:
     """The rotation of the queries and keys of an attention module, and their numbers of samples and tokens."""
 
+    layer: int
     rotation: TokenRotation
     samples: int
     tokens: int
+    # By name of a module inside that is called for queries and for keys, the calls so far.
+    calls: dict[str, int]
 
 
 @PRETRAINED.offer("blocks")
@@ -74,21 +77,16 @@ class PretrainedBlocks(PretrainedRope):
                 rotary_init="zeros",
                 relative_axis=config.relative_axis,
             )
-            if config.share_layers:
-                _require_equal_start(tower, members)
             self.orders[name] = order_planes(
                 list(layout.axes_of_planes), config.position_encoding, rotary.encoding.block_size, tower.label
             )
             self.add_module(name, rotary)
-        self.channels = nn.ModuleList()
         self.makers: dict[int, dict[str, dict[int | None, int]]] = {layer: {} for layer in found}
         indices: dict[tuple, int] = {}
         for layer, maker in [(layer, maker) for layer, makers in found.items() for maker in makers]:
             piece = (maker, self.orders[self.rows[layer][0]])
-            if piece not in indices:
-                indices[piece] = len(self.channels)
-                self.channels.append(RotatedChannels(*piece))
-            self.makers[layer].setdefault(maker.name, {})[maker.call] = indices[piece]
+            self.makers[layer].setdefault(maker.name, {})[maker.call] = indices.setdefault(piece, len(indices))
+        self.channels = nn.ModuleList(RotatedChannels(*piece) for piece in indices)
         self.reset_parameters(tower.module)
 
     @torch.no_grad()
@@ -107,12 +105,17 @@ class PretrainedBlocks(PretrainedRope):
         """Parameters with which a rotation turns the planes as the pretrained model does."""
         encoding, order, layer_frequencies = self.get_submodule(name).encoding, list(self.orders[name]), []
         every_axis = torch.arange(encoding.num_axes).unsqueeze(-1)  # (A, 1)
-        for layer in [layer for layer in self.layers if self.rows[layer][0] == name][: encoding.layers]:
+        for layer in [layer for layer in self.layers if self.rows[layer][0] == name]:
             planes = self.layouts[self.layout_of_layer[layer]]
             serves = planes.axes.cpu()[order] == every_axis  # (A, planes)
             rope = module.get_submodule(planes.layout.rope_name)
             layer_frequencies.append(serves * planes.read_frequencies(rope).cpu()[order])
         frequencies = torch.stack(layer_frequencies, dim=1).unsqueeze(2)  # (A, layers, 1, planes)
+        if self.config.share_layers and not torch.equal(frequencies, frequencies[:, :1].expand_as(frequencies)):
+            raise ValueError(
+                f"share_layers=True: the attention layers of {self.label} rotate with different frequencies."
+            )
+        frequencies = frequencies[:, : encoding.layers]
         return encoding.parameters_for_planes(frequencies.expand(-1, -1, encoding.heads, -1))
 
     def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation:
@@ -129,9 +132,9 @@ class PretrainedBlocks(PretrainedRope):
         # (…, prefix + N, A)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
         rotations = rotary.encoding(positions, product_dtype(states), row)
-        return TokensRotation(next(iter(rotations)), samples, tokens)
+        return TokensRotation(layer, next(iter(rotations)), samples, tokens, {})
 
-    def rotate(self, rotation: TokensRotation, layer: int, channels_index: int, states: torch.Tensor) -> torch.Tensor:
+    def rotate(self, rotation: TokensRotation, channels_index: int, states: torch.Tensor) -> torch.Tensor:
         """R(p) applied to the queries and keys in what a module inside an attention module returns."""
         channels = self.channels[channels_index]
         taken, others = channels.take(states, rotation.samples, rotation.tokens)  # (B, H, N, rotated channels) each
@@ -139,21 +142,6 @@ class PretrainedBlocks(PretrainedRope):
         if len(taken) == 2 and taken[0].shape == taken[1].shape:
             rotated = rotate_pair(moved, *taken)
         else:
-            key_heads = self.get_submodule(self.rows[layer][0]).num_key_value_heads
+            key_heads = self.get_submodule(self.rows[rotation.layer][0]).num_key_value_heads
             rotated = [rotate_one(moved, x, key_heads) for x in taken]
         return channels.put(list(rotated), others, states)
-
-
-def _require_equal_start(tower: RopeTower, layers: list[int]) -> None:
-    """Layers that share their generators must start at the same rotation."""
-    starts = {}
-    for layer in layers:
-        layout, rope = tower.layouts[layer], tower.rope(layer)
-        values = read_frequencies(rope, layout.buffer)
-        kept = (layout.buffer, layout.factor, None if values.is_meta else tuple(values.flatten().tolist()))
-        starts[kept] = layout.buffer
-    if len(starts) > 1:
-        raise ValueError(
-            f"share_layers=True: the attention layers of {tower.label} rotate with different frequencies, "
-            f"{sorted(starts.values())}."
-        )

@@ -9,7 +9,7 @@ rotary module inside an attention module serves that one alone, and the hook on 
 indexer inside an attention module gets the pretrained cos and sin: no gradient could adapt its choice to others.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,21 +23,14 @@ from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.pose_arguments import find_attention
 from .pretrained_rope import NO_COS, PretrainedRope
-from .tower_patch import PLANS, PRETRAINED, OutputHooks, TowerPatch, TowerPlan, detach, thread
+from .tower_patch import PLANS, PRETRAINED, TowerPatch, TowerPlan, detach, find_rotation, thread
 
 
 @dataclass
 class RopePatch(TowerPatch[RopeTower]):
-    """
-    The patch of a [`RopeTower`].
-
-    Attributes:
-        layouts: The distinct layouts of its attention modules.
-        outputs: By layer and name, the hook [`rotate_states`] on a module.
-    """
+    """The patch of a [`RopeTower`], with the distinct layouts of its attention modules."""
 
     layouts: list[RopeLayout]
-    outputs: OutputHooks = field(default_factory=OutputHooks)
 
     def describe_base(self, module: nn.Module) -> dict:
         """With the frequencies that the rotations start from."""
@@ -45,7 +38,8 @@ class RopePatch(TowerPatch[RopeTower]):
         head_dim = getattr(attention, "head_dim", len(self.layouts[0].planes))
         stated, widths = projection_widths(attention, head_dim)
         heads = [(width or 0) // head_dim or None for width in widths or [None]]
-        frequencies = [read_start(module, layout).flatten().tolist() for layout in self.layouts]
+        starts = (read_start(module, layout).flatten().tolist() for layout in self.layouts)
+        frequencies = (tuple(float(f"{value:.5g}") for value in start) for start in starts)
         return {
             # The projection of queries may also make gates.
             "heads": heads[0] and (stated or heads[0]),
@@ -53,7 +47,7 @@ class RopePatch(TowerPatch[RopeTower]):
             "head_dim": head_dim,
             "train_grid": [],
             # Layers with a rotary module each usually have the same frequencies.
-            "frequencies": [list(kind) for kind in dict.fromkeys(map(_round_to_digits, frequencies))],
+            "frequencies": [list(kind) for kind in dict.fromkeys(frequencies)],
         }
 
     def reset_parameters(self, module: nn.Module) -> None:
@@ -67,15 +61,15 @@ class RopePatch(TowerPatch[RopeTower]):
                 hook = partial(replace_cos_sin, module, name)
                 self.handles.append(module.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for layer, (_, attention) in enumerate(tower.attentions):
-            names, has_blocks = tuple(forward_arguments(attention)), encoding.rotates_states
-            indexers = find_indexers(attention)
+            has_blocks, indexers = encoding.rotates_states, find_indexers(attention)
             if inner[layer]:
                 hook = partial(rotate_inside, module, layer)
                 self.handles.append(tower.rope(layer).register_forward_hook(hook, with_kwargs=True))
             if not inner[layer] or (has_blocks and layer in encoding.place):
                 prepare = prepare_inside if inner[layer] else partial(prepare_layer, bool(indexers))
-                hook = partial(prepare, module, layer, names)
-                self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+                self.hook_arguments(
+                    attention, partial(prepare, module, layer, next(iter(forward_arguments(attention))))
+                )
             for indexer in indexers:
                 self.handles.append(indexer.register_forward_pre_hook(pass_pretrained, with_kwargs=True))
             if layer in encoding.place and has_blocks:
@@ -88,10 +82,6 @@ class RopePatch(TowerPatch[RopeTower]):
             projection = attention.get_submodule(name)
             self.outputs.follow((layer, name), projection, partial(rotate_states, module, layer, name))
 
-    def remove_hooks(self, module: nn.Module) -> None:
-        super().remove_hooks(module)
-        self.outputs.remove()
-
 
 def read_start(module: nn.Module, layout: RopeLayout) -> torch.Tensor:
     """The frequencies that a rotary module of a tower has at the start, in the order of its buffer."""
@@ -101,26 +91,10 @@ def read_start(module: nn.Module, layout: RopeLayout) -> torch.Tensor:
     return read_frequencies(rope, layout.buffer if rope._buffers.get(start) is None else start)
 
 
-def _round_to_digits(values: list[float]) -> tuple[float, ...]:
-    return tuple(float(f"{value:.5g}") for value in values)
-
-
 @PLANS.offer("models with RoPE")
 def plan_rope(model: nn.Module, config) -> list[TowerPlan[RopeTower]]:
-    """
-    Args:
-        config: A `RotaryPatchConfig` with `rotary_init="pretrained"`.
-
-    Raises:
-        ValueError: if no module computes rotations that can be learned, or the configuration does not fit.
-    """
-    plans = [_plan_tower(tower, config) for tower in find_rope_towers(model, config.target)]
-    # Report what does not fit before the model is changed.
-    for planned in plans:
-        encoding = planned.build_encoding()
-        if encoding.rotates_states:
-            check_planned_start(planned, encoding)
-    return plans
+    """Raises `ValueError` if no module computes rotations that can be learned, or the configuration does not fit."""
+    return [_plan_tower(tower, config) for tower in find_rope_towers(model, config.target)]
 
 
 def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
@@ -135,8 +109,13 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     kind = PRETRAINED[rotary_traits(config).pretrained]
     if kind.rotates_states:
         refuse_blocks(tower)
-    build = partial(kind, tower, layers, config)
-    return TowerPlan(tower, RopePatch(config, tower.attention_names(layers), tower.distinct_layouts), build)
+    patch = RopePatch(config, tower.attention_names(layers), tower.distinct_layouts)
+    planned = TowerPlan(tower, patch, partial(kind, tower, layers, config))
+    # Report what does not fit before the model is changed.
+    encoding = planned.build_encoding()
+    if kind.rotates_states:
+        check_planned_start(planned, encoding)
+    return planned
 
 
 def refuse_blocks(tower: RopeTower) -> None:
@@ -198,21 +177,20 @@ def replace_cos_sin(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwa
     """Forward hook of a rotary module: returns the coordinates that it computes cos and sin of."""
     layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
     encoding = tower.rotary_encoding
-    layout = encoding.find_layout(rope_name, layer_type)
+    layout = encoding.layout_of[rope_name, layer_type]
     coordinates = encoding.coordinates(layout, *args, **kwargs)
     return encoding.make_carrier(layout, split_cos_sin(output)[0].dtype, coordinates)
 
 
 def prepare_layer(
-    has_indexer: bool, tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs
-):
-    """Forward pre-hook of an attention module whose arguments have these names: passes cos and sin of its layer."""
-    options = {**dict(zip(names, args)), **kwargs}
+    has_indexer: bool, tower: nn.Module, layer: int, states_name: str, attention: nn.Module, options: dict
+) -> None:
+    """Among the arguments of an attention module, replaces what came from the rotary module by cos and sin."""
     if options.get("poses") is not None:
         find_attention(attention.config._attn_implementation, type(attention).forward, options["poses"])
     carriers = [name for name in options if name.startswith("position_embeddings") and options[name] is not None]
     thread.rotation = None
-    states = options[names[0]]  # (…, prefix + N, hidden_size)
+    states = options[states_name]  # (…, prefix + N, hidden_size)
     # Some models do not rotate in every layer.
     for name in carriers:
         layout, dtype, coordinates = _read_carrier(tower, layer, options[name])
@@ -224,9 +202,7 @@ def prepare_layer(
             thread.pretrained = planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), dtype)
         if rotation is not None:
             tower.rotary_patch.hook_projections(tower, layer, attention)
-            thread.rotation = (layer, rotation, {})
-    positional = names[: len(args)]
-    return tuple(options.pop(name) for name in positional), options
+            thread.rotation = rotation
 
 
 def keep_prefix(carrier, computed):
@@ -278,16 +254,15 @@ def rotate_inside(tower: nn.Module, layer: int, rope: nn.Module, args, kwargs, o
     dtype = split_cos_sin(output)[0].dtype
     coordinates = encoding.coordinates(layout, *args, **kwargs)
     current = getattr(thread, "rotation", None)
-    if current is not None and current[0] == layer:
+    if current is not None and current.layer == layer:
         # Queries and keys are rotated already.
         return encoding.layouts[layout].identity(coordinates, dtype)
     return encoding(layer, layout, dtype, coordinates, rope, coordinates)[0]
 
 
-def prepare_inside(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs) -> None:
-    """Forward pre-hook of an attention module with a rotary module inside, whose queries and keys are rotated."""
-    options = {**dict(zip(names, args)), **kwargs}
-    encoding, states = tower.rotary_encoding, options[names[0]]
+def prepare_inside(tower: nn.Module, layer: int, states_name: str, attention: nn.Module, options: dict) -> None:
+    """Reads the arguments of an attention module with a rotary module inside, whose queries and keys are rotated."""
+    encoding, states = tower.rotary_encoding, options[states_name]
     thread.rotation = None
     if options.get("position_ids") is None:
         raise RuntimeError(f"Attention layer {layer} got no position_ids, by which its queries and keys are rotated.")
@@ -296,24 +271,18 @@ def prepare_inside(tower: nn.Module, layer: int, names: tuple[str, ...], attenti
     rope = tower.get_submodule(encoding.layouts[layout].layout.rope_name)
     _, rotation = encoding(layer, layout, states.dtype, coordinates, rope, states)
     tower.rotary_patch.hook_projections(tower, layer, attention)
-    thread.rotation = (layer, rotation, {})
+    thread.rotation = rotation
 
 
 def rotate_states(tower: nn.Module, layer: int, name: str, module: nn.Module, args, output: torch.Tensor):
     """Forward hook of the module of this name, which makes the queries or keys of an attention module, or both."""
-    current = getattr(thread, "rotation", None)
-    if current is None or current[0] != layer:
-        raise RuntimeError(
-            f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
-            "of its tokens are unknown. Call the model around it, or unpatch the model."
-        )
-    _, rotation, calls = current
+    rotation = find_rotation(layer, module)
     indices, call = tower.rotary_encoding.makers[layer][name], None
     if None not in indices:
-        call = calls.setdefault(name, 0)
-        calls[name] += 1
+        call = rotation.calls.setdefault(name, 0)
+        rotation.calls[name] += 1
     # One of its other calls may make something else.
-    return tower.rotary_encoding.rotate(rotation, layer, indices[call], output) if call in indices else None
+    return tower.rotary_encoding.rotate(rotation, indices[call], output) if call in indices else None
 
 
 def clear_rotation(attention: nn.Module, args, output) -> None:

@@ -38,7 +38,7 @@ class RopePlanes(nn.Module):
         layout, first = self.layout, self.layout.first_channels()
         device = "cpu" if self.channels.is_meta else self.channels.device
         self.frequencies = torch.tensor([layout.frequencies[channel] for channel in first], device=device)  # (planes,)
-        self.axes = torch.tensor([layout.axes[channel] for channel in first], device=device)  # (planes,)
+        self.axes = torch.tensor(layout.axes_of_planes, device=device)  # (planes,)
         self.channels = torch.tensor(layout.planes, device=device)  # (D,)
         self.axis_channels = torch.tensor([layout.axes.index(a) for a in range(layout.num_axes)], device=device)  # (A,)
 
@@ -77,6 +77,7 @@ class PretrainedRope(LearnedRotations):
 
     Attributes:
         place: The place in `layers` of every attention module that learns, and of those that read its keys.
+        layout_of: By name of a rotary module and type of layers, the index in `layouts` of what it computes.
         rows: For the same modules, the name of the parameters of their group, and their row there if layers have
             separate ones; see [`group_layers`].
     """
@@ -86,11 +87,12 @@ class PretrainedRope(LearnedRotations):
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__()
-        self.config, self.layers, self.sources = config, layers, tower.sources
+        self.config, self.label, self.layers = config, tower.label, layers
         self.place = {layer: place for place, layer in enumerate(layers)}
         self.place |= {layer: self.place[source] for layer, source in tower.sources.items() if source in self.place}
         distinct = tower.distinct_layouts
         self.layouts = nn.ModuleList(RopePlanes(layout) for layout in distinct)
+        self.layout_of = {(each.rope_name, each.layer_type): index for index, each in enumerate(distinct)}
         self.layout_of_layer = [distinct.index(layout) for layout in tower.layouts]
         self.may_differ, self.has_prefix = bool(tower.others), tower.has_prefix
         self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
@@ -108,14 +110,6 @@ class PretrainedRope(LearnedRotations):
         own = {layer: (group, row) for group, members in named for row, layer in enumerate(members)}
         self.rows = {layer: own[self.layers[place]] for layer, place in self.place.items()}
         return named
-
-    def find_layout(self, rope_name: str, layer_type: str | None) -> int:
-        """The index in `layouts` of what a rotary module computes for a type of layers."""
-        return next(
-            index
-            for index, planes in enumerate(self.layouts)
-            if (planes.layout.rope_name, planes.layout.layer_type) == (rope_name, layer_type)
-        )
 
     def coordinates(self, layout: int, /, *arguments, **options) -> torch.Tensor:
         """The arguments of the rotary module → (…, N, A) coordinates of tokens, float32."""
@@ -147,34 +141,22 @@ class PretrainedRope(LearnedRotations):
         states: torch.Tensor,
     ) -> tuple[PositionEmbeddings, Any]:
         """
-        The rotations of an attention module: the model's own where they are not learned.
+        The rotations of an attention module, the model's own where they are not learned: (…, N, D) cos and sin, and
+        what rotates queries and keys before these, or `None`.
 
         Args:
-            layer: Its index.
             layout: The index in `layouts` of what its rotary module computes.
             dtype: That of the model's own cos and sin.
             coordinates: (…, N, A), float32.
             rope: The rotary module.
             states: (…, prefix + N, hidden_size), the input of attention.
-
-        Returns:
-            (…, N, D) cos and sin, and a rotation to apply to queries and keys before these, or `None`.
         """
         planes, learns = self.layouts[layout], layer in self.place
-        rotation = self.compute_rotation(layer, coordinates, states) if learns else None
-        if rotation is not None:
-            return planes.identity(coordinates, dtype), rotation
+        if learns and self.rotates_states:
+            return planes.identity(coordinates, dtype), self.compute_rotation(layer, coordinates, states)
         frequencies = planes.read_frequencies(rope)  # (planes,)
         frequencies = self.scale_frequencies(layer, frequencies) if learns else frequencies
         return planes(coordinates, frequencies.to(coordinates.device), dtype), None
-
-    def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> Any:
-        """What rotates the queries and keys of a layer that learns; `None` leaves it to cos and sin."""
-        return None
-
-    def scale_frequencies(self, layer: int, frequencies: torch.Tensor) -> torch.Tensor:
-        """The (planes,) frequencies of a layer that learns, where cos and sin rotate."""
-        return frequencies
 
     def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
@@ -211,6 +193,7 @@ class PretrainedPlanes(PretrainedRope):
             init.zeros_(factors)
 
     def scale_frequencies(self, layer: int, frequencies: torch.Tensor) -> torch.Tensor:
+        """The (planes,) frequencies of a layer that learns."""
         name, row = self.rows[layer]
         row = 0 if self.config.share_layers else row
         return frequencies * getattr(self, name)[row].to(frequencies.device).exp()

@@ -6,12 +6,13 @@ forward pass reads. `vision_patch` makes those of vision towers, `pretrained_pat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import nn
 
 from ..probing.attention_tower import AttentionTower
-from ..probing.module_inspection import device_of, projections
+from ..probing.module_inspection import device_of, forward_arguments, projections
 from ..saved_code import Parts
 
 
@@ -21,6 +22,24 @@ thread = threading.local()
 PLANS = Parts("the patch of")
 # Rotations that start at those of a pretrained RoPE, as `EncodingTraits.pretrained` names them.
 PRETRAINED = Parts("the learned")
+
+
+def find_rotation(layer: int, module: nn.Module) -> Any:
+    """What the attention module of this index left for the modules inside. Raises `RuntimeError` outside of it."""
+    current = getattr(thread, "rotation", None)
+    if current is None or current.layer != layer:
+        raise RuntimeError(
+            f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
+            "of its tokens are unknown. Call the model around it, or unpatch the model."
+        )
+    return current
+
+
+def change_by_name(change: Callable, names: tuple[str, ...], module: nn.Module, args, kwargs):
+    """Forward pre-hook of a module with arguments of these names: `change` gets the module and all of them by name."""
+    options = {**dict(zip(names, args)), **kwargs}
+    change(module, options)
+    return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
 class OutputHooks:
@@ -48,15 +67,7 @@ Patchable = TypeVar("Patchable", bound=AttentionTower)
 
 
 def choose_target(towers: list[Patchable], target: str | None, kind: str) -> list[Patchable]:
-    """
-    The tower with the name `target`; `None` means all.
-
-    Args:
-        kind: What these towers are, for the message.
-
-    Raises:
-        ValueError: if no tower has the name.
-    """
+    """The tower with the name `target`; `None` means all. Raises `ValueError` if there is none."""
     if target is None:
         return towers
     chosen = [tower for tower in towers if tower.name == target]
@@ -74,11 +85,13 @@ class TowerPatch(Generic[Patchable]):
         config: A `RotaryPatchConfig`.
         attention_names: Names of the rotated attention modules inside the tower.
         handles: Those of the hooks, while the patch is attached.
+        outputs: Hooks on the modules that make queries and keys.
     """
 
     config: Any
     attention_names: list[str]
     handles: list = field(default_factory=list, kw_only=True)
+    outputs: OutputHooks = field(default_factory=OutputHooks, kw_only=True)
 
     def attentions(self, module: nn.Module) -> list[nn.Module]:
         """The rotated attention modules of the tower."""
@@ -106,10 +119,16 @@ class TowerPatch(Generic[Patchable]):
         """Make the tower rotate by `rotary_encoding`."""
         raise NotImplementedError
 
+    def hook_arguments(self, module: nn.Module, change: Callable) -> None:
+        """Let `change(module, options)` change the arguments of every call of a module, by name."""
+        hook = partial(change_by_name, change, tuple(forward_arguments(module)))
+        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
     def remove_hooks(self, module: nn.Module) -> None:
         """Undo `add_hooks`."""
         while self.handles:
             self.handles.pop().remove()
+        self.outputs.remove()
 
 
 @dataclass
@@ -128,15 +147,8 @@ class TowerPlan(Generic[Patchable]):
         self.patch.add_hooks(self.tower)
 
 
-def attach(plans: list[TowerPlan], encodings: list[nn.Module] | None = None) -> None:
-    """Attach rotations to the towers of `plans`: new encodings, or those of a loaded adapter."""
-    # All are built first: one that cannot be must not leave the others attached.
-    for planned, encoding in zip(plans, encodings or [planned.build_encoding() for planned in plans]):
-        planned.attach(encoding)
-
-
 def detach(module: nn.Module) -> None:
-    """Undo [`attach`] for one tower."""
+    """Undo [`TowerPlan.attach`]."""
     module.rotary_patch.remove_hooks(module)
     del module.rotary_encoding, module.rotary_patch
 

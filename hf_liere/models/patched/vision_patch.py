@@ -105,10 +105,7 @@ class RotaryPatch(TowerPatch[Tower]):
 
 @PLANS.offer("vision towers")
 def plan_towers(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan[Tower]]:
-    """
-    Raises:
-        ValueError: if the model has no vision tower, or the configuration does not fit it.
-    """
+    """Raises `ValueError` if the model has no vision tower, or the configuration does not fit it."""
     try:
         towers = find_towers(model)
     except ValueError as error:
@@ -126,14 +123,10 @@ def plan_towers(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan[T
 def _plan_vision_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan[Tower]:
     refuse_rotating(tower.module, tower.attentions)
     layers = tower.choose_layers(config.layers)
-    attentions = [tower.attentions[layer] for layer in layers]
-    refuse_other_tokens(tower, attentions)
-    shapes = {head_shape(attention) for _, attention in attentions}
-    if len(shapes) != 1:
-        raise ValueError(f"The layers have different (heads, head_dim): {sorted(shapes)}; name equal ones in layers.")
+    refuse_other_tokens(tower, [tower.attentions[layer] for layer in layers])
+    heads, head_dim = tower.common_shape(layers, lambda layer: head_shape(tower.attentions[layer][1]))
     if config.keep_absolute != "interpolate":
         _check_position_table(tower, config)
-    heads, head_dim = shapes.pop()
     rotary_config = make_tower_config(config, tower.train_grid, len(layers), heads, head_dim)
     patch = RotaryPatch(
         config,
@@ -149,12 +142,7 @@ def _plan_vision_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan[Tow
 def make_tower_config(
     config: RotaryPatchConfig, grid: tuple[int, ...], layers: int, heads: int, head_dim: int
 ) -> TowerConfig:
-    """
-    The configuration of rotations by the position in a grid.
-
-    Raises:
-        ValueError: if there are no such rotations.
-    """
+    """The configuration of rotations by the position in a grid. Raises `ValueError` if there are none of that kind."""
     shared = {field.name: getattr(config, field.name) for kind in (RotaryFields, GridFields) for field in fields(kind)}
     try:
         return TowerConfig(

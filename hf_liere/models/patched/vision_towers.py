@@ -57,12 +57,7 @@ class Tower(AttentionTower):
 
 
 def find_towers(model: nn.Module) -> list[Tower]:
-    """
-    All vision towers in a model.
-
-    Raises:
-        ValueError: if there is none; the message gives the reason and lists the modules.
-    """
+    """All vision towers in a model. Raises `ValueError` if there is none, with the reason and a list of the modules."""
     modules = dict(model.named_modules())
     attentions = {name: module for name, module in modules.items() if _uses_interface(module)}
     patch_embeddings = {name: module for name, module in modules.items() if _is_patch_embedding(module)}

@@ -95,6 +95,16 @@ class Probe:
     def is_meta(self) -> bool:
         return any(tensor.is_meta for tensor in (*self.attention.parameters(), *self.attention.buffers()))
 
+    @property
+    def quarter(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(…, N, D) cos and sin of an angle of zero, and of one of π/2."""
+        ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
+        return [(ones, zeros), (zeros, ones)]
+
+    def join(self, cos: torch.Tensor, sin: torch.Tensor):
+        """What attention takes as `position_embeddings`."""
+        return torch.complex(cos, sin) if self.layout.is_complex else (cos, sin)
+
     def capture(
         self,
         cos: torch.Tensor,
@@ -116,9 +126,7 @@ class Probe:
             shared = SharedStates()
             if self.layer in self.tower.sources:
                 Probe.of(self.tower, self.tower.sources[self.layer]).capture(cos, sin, shared)
-        return self.call(
-            torch.complex(cos, sin) if self.layout.is_complex else (cos, sin), shared, replace, cos_sin=True
-        )
+        return self.call(self.join(cos, sin), shared, replace, cos_sin=True)
 
     def call(
         self,
@@ -150,6 +158,7 @@ class Probe:
         replace: "Replacement | None",
         cos_sin: bool,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Query and key that attention computes with for a few tokens; `None` if it fails."""
         handles, attention = [], self.filled if self.is_meta else self.attention
         if replace is not None:
             for name, module in attention.named_modules():
@@ -160,12 +169,58 @@ class Probe:
             handles.append(rope.register_forward_hook(lambda module, args, output: _like(position_embeddings, output)))
         try:
             with _remember(attention, self.memory):
-                return _call_attention(
-                    form, attention, position_embeddings, self.coordinates.shape[-2], self.arguments, shared
-                )
+                self.call_module(form, attention, position_embeddings, shared)
+        except CapturedStates as captured:
+            query, key = captured.args
+            # Others take dimensions of tokens for those of samples.
+            is_fit = query.shape[0] == 1 and query.shape[-2] == self.coordinates.shape[-2]
+            return (query, key) if is_fit else None
+        except Exception:
+            # With other arguments than those of its model, code of any kind fails in any way.
+            pass
         finally:
             for handle in handles:
                 handle.remove()
+        return None
+
+    def call_module(self, form: "Form", module: nn.Module, position_embeddings, shared: "SharedStates | None" = None):
+        """What an attention module, or one around it, returns for a few tokens. Raises what it raises."""
+        tokens = self.coordinates.shape[-2]
+        weight = next(module.parameters(), torch.empty(0))
+        device, dtype = device_of(module), weight.dtype if weight.is_floating_point() else torch.float32
+        known = {
+            "position_embeddings": _move(position_embeddings, device, dtype),
+            "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),  # (2,)
+            "position_ids": self.arguments[-1].to(device),  # (…, N) or (…, N, A)
+            "shared_kv_states": SharedStates() if shared is None else shared,
+            # What an indexer chose in another layer.
+            "prev_topk_indices": torch.arange(tokens, device=device).expand(1, tokens, tokens),
+        }
+        if find_indexers(module):
+            known["attention_mask"] = torch.zeros(1, 1, tokens, tokens, device=device)
+        # Some modules take cos and sin of keys too.
+        rotations = {name: known["position_embeddings"] for name in forward_arguments(module) if is_rotation(name)}
+        options = {name: value for name, value in known.items() if takes(module, name)} | rotations
+        options |= {form.counter: 1} if form.counter else {}
+        # Attention modules may make tensors, and the default device is meta during construction.
+        with device:
+            states, keys = (
+                (torch.arange(count * width).float() * 0.7).sin().to(dtype).view(*form.batch, count, width)
+                for count, width in ((tokens, form.width), (tokens * form.key_repeats, form.key_width))
+            )  # 2 × (…, N, width)
+            options |= {name: keys for name in ("key", "value") if takes(module, name)}
+            for name in required_arguments(module):
+                # Those of an encoder or of tokens before, and no mask.
+                options.setdefault(name, keys if name.endswith("_states") else None)
+            config = getattr(module, "config", None)
+            if config is None:
+                return module(states, **options)
+            module.config = View(config, _attn_implementation=form.implementation)
+            try:
+                with CaptureFunction():
+                    return module(states, **options)
+            finally:
+                module.config = config
 
     def has_other_keys(self) -> bool:
         """Whether keys may belong to other tokens than queries, or be rotated by other cos and sin."""
@@ -174,11 +229,10 @@ class Probe:
             return True
         if not takes(self.attention, "key"):
             return False
-        zeros = torch.zeros(self.coordinates.shape, device="cpu")  # (…, N, D)
-        self.capture(zeros + 1, zeros)
+        self.capture(*self.quarter[0])
         assert self.form is not None
         try:
-            Probe(self.tower, self.layer, dataclasses.replace(self.form, key_repeats=2)).capture(zeros + 1, zeros)
+            Probe(self.tower, self.layer, dataclasses.replace(self.form, key_repeats=2)).capture(*self.quarter[0])
         except ValueError:
             return False
         return True
@@ -188,9 +242,7 @@ class Probe:
         self, replace: "Replacement | None" = None
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
-        ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
-        # cos and sin of 0, then of π/2
-        (q, k), (rq, rk) = self.capture(ones, zeros, None, replace), self.capture(zeros, ones, None, replace)
+        (q, k), (rq, rk) = (self.capture(*angle, None, replace) for angle in self.quarter)
         return (q.flatten(0, -2), k.flatten(0, -2)), (rq.flatten(0, -2), rk.flatten(0, -2))
 
     @functools.cached_property
@@ -198,15 +250,14 @@ class Probe:
     def later_modules(self) -> "Replacement":
         """What replaces modules that get queries or keys after their rotation (norms): they return what they get."""
         recorded: list[dict[str, list[torch.Tensor]]] = []
-        for angle in (0.0, 1.0):
+        for angle in self.quarter:
             outputs: dict[str, list[torch.Tensor]] = {}
 
             def record(name, module, args, output, outputs=outputs):
                 if isinstance(output, torch.Tensor) and output.is_floating_point():
                     outputs.setdefault(name, []).append(output.float().cpu())
 
-            cos, sin = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1 - angle, angle))
-            self.capture(cos, sin, None, record)
+            self.capture(*angle, None, record)
             recorded.append(outputs)
         plain, rotated = recorded
         later = {name for name in plain if any(not torch.equal(*pair) for pair in zip(plain[name], rotated[name]))}
@@ -331,70 +382,3 @@ def propose_forms(attention: nn.Module, coordinates: torch.Tensor) -> Iterator[F
     ):
         for key_width in widths if takes(attention, "key") else [width]:
             yield Form(name, width, key_width, batch, counter, repeats)
-
-
-def _call_attention(
-    form: Form,
-    attention: nn.Module,
-    position_embeddings,
-    tokens: int,
-    arguments: tuple,
-    shared: "SharedStates | None",
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Query and key that attention computes with for a few tokens; `None` if it fails."""
-    try:
-        call_module(form, attention, position_embeddings, tokens, arguments, shared)
-    except CapturedStates as captured:
-        query, key = captured.args
-        # Others take dimensions of tokens for those of samples.
-        return (query, key) if query.shape[0] == 1 and query.shape[-2] == tokens else None
-    except Exception:
-        # With other arguments than those of its model, code of any kind fails in any way.
-        pass
-    return None
-
-
-def call_module(
-    form: Form,
-    module: nn.Module,
-    position_embeddings,
-    tokens: int,
-    arguments: tuple,
-    shared: "SharedStates | None" = None,
-):
-    """What an attention module, or one around it, returns for a few tokens. Raises what it raises."""
-    weight = next(module.parameters(), torch.empty(0))
-    device, dtype = device_of(module), weight.dtype if weight.is_floating_point() else torch.float32
-    known = {
-        "position_embeddings": _move(position_embeddings, device, dtype),
-        "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),  # (2,)
-        "position_ids": arguments[-1].to(device),  # (…, N) or (…, N, A)
-        "shared_kv_states": SharedStates() if shared is None else shared,
-        # What an indexer chose in another layer.
-        "prev_topk_indices": torch.arange(tokens, device=device).expand(1, tokens, tokens),
-    }
-    if find_indexers(module):
-        known["attention_mask"] = torch.zeros(1, 1, tokens, tokens, device=device)
-    # Some modules take cos and sin of keys too.
-    rotations = {name: known["position_embeddings"] for name in forward_arguments(module) if is_rotation(name)}
-    options = {name: value for name, value in known.items() if takes(module, name)} | rotations
-    options |= {form.counter: 1} if form.counter else {}
-    # Attention modules may make tensors, and the default device is meta during construction.
-    with device:
-        states, keys = (
-            (torch.arange(count * width).float() * 0.7).sin().to(dtype).view(*form.batch, count, width)
-            for count, width in ((tokens, form.width), (tokens * form.key_repeats, form.key_width))
-        )  # 2 × (…, N, width)
-        options |= {name: keys for name in ("key", "value") if takes(module, name)}
-        for name in required_arguments(module):
-            # Those of an encoder or of tokens before, and no mask.
-            options.setdefault(name, keys if name.endswith("_states") else None)
-        config = getattr(module, "config", None)
-        if config is None:
-            return module(states, **options)
-        module.config = View(config, _attn_implementation=form.implementation)
-        try:
-            with CaptureFunction():
-                return module(states, **options)
-        finally:
-            module.config = config

@@ -1,5 +1,6 @@
 """The attention layers of a module that a patch acts on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,6 +42,16 @@ class AttentionTower:
         if hasattr(self.module, "rotary_encoding"):
             raise ValueError(f"{self.label} already has a rotary_encoding; a patch would overwrite it.")
         return chosen
+
+    def common_shape(self, layers: list[int], shape_of: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
+        """The (heads, head_dim) of attention layers. Raises `ValueError` if these differ."""
+        shapes = {shape_of(layer) for layer in layers}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"The layers of {self.label} have different (heads, head_dim), {sorted(shapes)}: name equal ones in "
+                "layers."
+            )
+        return shapes.pop()
 
     def attention_names(self, layers: list[int]) -> list[str]:
         """Names of attention layers inside the tower."""

@@ -82,15 +82,10 @@ def names_in_forward(module: nn.Module) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def projections(attention: nn.Module, reads_keys: bool = False) -> list[nn.Module]:
-    """
-    The query and key projections of an attention module, or its one projection for queries, keys and values.
-
-    Args:
-        reads_keys: Whether another module makes the keys; then only the query projection is returned.
-    """
+def projections(attention: nn.Module) -> list[nn.Module]:
+    """The query and key projections of an attention module, or its one projection for queries, keys and values."""
     for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",), ("Wqkv",), ("qkv_proj",)):
-        found = [getattr(attention, name, None) for name in (names[:1] if reads_keys else names)]
+        found = [getattr(attention, name, None) for name in names]
         if all(isinstance(module, nn.Module) for module in found):
             return found
     return []
@@ -105,12 +100,7 @@ def linear_layer(projection: nn.Module) -> nn.Module:
 
 
 def head_shape(attention: nn.Module) -> tuple[int, int]:
-    """
-    (heads, head_dim) of an attention module.
-
-    Raises:
-        ValueError: if they are unknown, or if keys and queries have different numbers of heads.
-    """
+    """(heads, head_dim) of an attention module. Raises `ValueError` if unknown, or different for queries and keys."""
     heads = _count_heads(attention)
     widths: set[Any] = {getattr(projection, "out_features", None) for projection in projections(attention)}
     if heads is None or len(widths) != 1 or None in widths:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .attention_probe import CapturedStates, Probe, SharedStates, call_module, fill_values, propose_forms
-from .module_inspection import forward_arguments, is_rotation, required_arguments, takes
+from .attention_probe import CapturedStates, Probe, SharedStates, fill_values, propose_forms
+from .module_inspection import forward_arguments, is_rotation, required_arguments, takes, takes_rotation
 from .rope_layout import RopeTower
 
 
@@ -69,7 +69,7 @@ def find_key_sources(tower: RopeTower) -> dict[int, int]:
         if takes(attention, "shared_kv_states"):
             shared.layer, probe = layer, Probe.of(tower, layer)
             try:
-                probe.capture(torch.ones_like(probe.coordinates), torch.zeros_like(probe.coordinates), shared)
+                probe.capture(*probe.quarter[0], shared)
             except ValueError as error:
                 known = layer in shared.sources
                 raise ValueError(
@@ -197,8 +197,8 @@ def _changes_outputs(probe: Probe) -> bool | None:
     for form in propose_forms(attention, probe.coordinates):
         outputs = []
         try:
-            for angle in _make_angles(probe):
-                output = call_module(form, attention, angle, probe.coordinates.shape[-2], probe.arguments)
+            for angle in probe.quarter:
+                output = probe.call_module(form, attention, probe.join(*angle))
                 output = output if isinstance(output, (tuple, list)) else (output,)
                 outputs.append([value for value in output if isinstance(value, torch.Tensor)])
         except Exception:
@@ -206,13 +206,6 @@ def _changes_outputs(probe: Probe) -> bool | None:
             continue
         return not all(torch.equal(plain, rotated) for plain, rotated in zip(*outputs))
     return None
-
-
-def _make_angles(probe: Probe) -> list:
-    """What attention gets as `position_embeddings` for an angle of zero and for one of π/2."""
-    ones, zeros = (torch.full(probe.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
-    angles = [(ones, zeros), (zeros, ones)]  # cos and sin, (…, N, D)
-    return [torch.complex(*angle) for angle in angles] if probe.layout.is_complex else angles
 
 
 def _reads_nothing(probe: Probe) -> bool:
@@ -223,7 +216,7 @@ def _reads_nothing(probe: Probe) -> bool:
     copied = copy.copy(probe.attention)
     modules = copied._modules.items()
     vars(copied)["_modules"] = {name: module and PassThrough(module) for name, module in modules}
-    pair, parameters = WatchedPair(_make_angles(probe)), forward_arguments(copied)
+    pair, parameters = WatchedPair(probe.quarter), forward_arguments(copied)
     states = torch.zeros(1, probe.coordinates.shape[-2], 8, device="cpu")  # (1, N, width)
     options: dict[str, Any] = dict.fromkeys(required_arguments(copied))
     options |= {name: pair for name in parameters if is_rotation(name)}
@@ -262,7 +255,7 @@ def _find_outermost_user(tower: nn.Module, name: str) -> str:
     """The name of the first module around attention, from outside, that takes cos and sin, else of attention."""
     parts = name.split(".")
     paths = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return next((path for path in paths if any(map(is_rotation, _arguments(tower, path)))), name)
+    return next((path for path in paths if takes_rotation(tower.get_submodule(path))), name)
 
 
 def _pass_through(module: nn.Module, path: str, layers: list[str], stand_ins: dict[str, PassThrough]) -> nn.Module:
@@ -283,7 +276,7 @@ def _gets_nothing(probe: Probe) -> bool:
     tower = probe.tower
     *around, _ = tower.attention_names([probe.layer])[0].split(".")
     paths = (".".join(around[:length]) for length in range(len(around), 0, -1))
-    path = next((path for path in paths if any(map(is_rotation, _arguments(tower.module, path)))), None)
+    path = next((path for path in paths if takes_rotation(tower.module.get_submodule(path))), None)
     if path is None:
         return False
     outer = tower.module.get_submodule(path)
@@ -298,7 +291,7 @@ def _gets_nothing(probe: Probe) -> bool:
     try:
         for form in propose_forms(outer, probe.coordinates):
             try:
-                call_module(form, outer, _make_angles(probe)[0], probe.coordinates.shape[-2], probe.arguments)
+                probe.call_module(form, outer, probe.join(*probe.quarter[0]))
             except CapturedStates as captured:
                 return not captured.args[0]
             except Exception:
@@ -307,7 +300,3 @@ def _gets_nothing(probe: Probe) -> bool:
     finally:
         handle.remove()
     return False
-
-
-def _arguments(tower: nn.Module, path: str) -> dict:
-    return forward_arguments(tower.get_submodule(path))

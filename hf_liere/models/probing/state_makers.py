@@ -106,11 +106,10 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
             "and keys belong to the same tokens, named in layers."
         )
     numbers = _Numbers(probe)
-    zeros = torch.zeros(probe.coordinates.shape, device="cpu")  # (…, N, D)
     replace = probe.later_modules, numbers.replace
     captured = []
     while numbers.digit < numbers.count_digits():
-        states = probe.capture(zeros + 1, zeros, None, lambda *call: _first(*replace, *call))
+        states = probe.capture(*probe.quarter[0], None, lambda *call: _first(*replace, *call))
         captured.append(states[: 1 if probe.layer in probe.tower.sources else 2])
         numbers.digit += 1
         numbers.calls.clear()
