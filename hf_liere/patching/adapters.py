@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import TowerPatch, TowerPlan, patched_towers
+from ..models.patched.tower_patch import TowerPatch, patched_towers
 from ..models.probing.module_inspection import linear_layer
 from ..storage.loading import local_path, parse_json
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest
@@ -145,22 +145,23 @@ def stored_parameters(model: nn.Module, adapter: str | None = None) -> dict[str,
     The parameters of all towers by their names in `rotary.safetensors`. If each peft adapter has its own copy
     (`modules_to_save`), those of `adapter`, or of the active one.
     """
-    found = {}
-    for index, (_, tower) in enumerate(require_patched(model)):
-        encoding = tower.rotary_encoding
+    encodings = [tower.rotary_encoding for _, tower in require_patched(model)]
+    for index, encoding in enumerate(encodings):
         copies = getattr(encoding, "modules_to_save", None)
         if copies is not None:
             name = adapter or next(iter(encoding.active_adapters), "")
-            encoding = copies[name] if name in copies else encoding.original_module
+            encodings[index] = copies[name] if name in copies else encoding.original_module
+    return _name_parameters(encodings)
+
+
+def _name_parameters(encodings: list[nn.Module]) -> dict[str, nn.Parameter]:
+    """Without the names of the modules around, but for layers of another shape (`rotary_1`)."""
+    found = {}
+    for index, encoding in enumerate(encodings):
         for name, parameter in encoding.named_parameters():
-            found[f"{index}.{_shorten(name)}"] = parameter
+            *around, last = name.split(".")
+            found[".".join([str(index), *(part for part in around if part.startswith("rotary_")), last])] = parameter
     return found
-
-
-def _shorten(name: str) -> str:
-    """The name of a parameter without those of the modules around, but for layers of another shape (`rotary_1`)."""
-    *around, last = name.split(".")
-    return ".".join([*(part for part in around if part.startswith("rotary_")), last])
 
 
 # The copy of the code in checkpoints does not contain the writer.
@@ -201,23 +202,30 @@ def load_rotary(
     config, bases, tensors = read_adapter(source, revision)
     require_same_patch(model, config, source)
     towers = [tower for _, tower in patched_towers(model)]
-    if towers:
-        _check_bases(bases, [_fingerprint(tower, tower.rotary_patch) for tower in towers], source, check_weights)
-        current = stored_parameters(model)
-        names = sorted(current.keys() | tensors.keys())
-        if unlike := [name for name in names if not _fits(current.get(name), tensors.get(name))]:
-            raise ValueError(f"{source} does not contain finite values of the model's shapes for {', '.join(unlike)}.")
-        with torch.no_grad():
-            for name, value in tensors.items():
+    plans = [] if towers else make_plans(model, config)
+    found = [(tower, tower.rotary_patch) for tower in towers] or [(one.tower.module, one.patch) for one in plans]
+    _check_bases(bases, [_fingerprint(*each) for each in found], source, check_weights)
+    encodings = [planned.build_encoding() for planned in plans]
+    current = stored_parameters(model) if towers else _name_parameters(encodings)
+    _check_values(tensors, current, source)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            if towers:
                 current[name].copy_(value)
-        return model
-    plans = make_plans(model, config)
-    found = [_fingerprint(planned.tower.module, planned.patch) for planned in plans]
-    _check_bases(bases, found, source, check_weights)
-    encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]
-    if tensors:
-        raise ValueError(f"{source} contains tensors that this encoding does not have: {sorted(tensors)}.")
-    return attach_plans(model, plans, encodings)
+            else:
+                # Of the saved type.
+                current[name].data = value
+    return model if towers else attach_plans(model, plans, encodings)
+
+
+def _check_values(tensors: dict[str, torch.Tensor], current: dict[str, nn.Parameter], source: str | Path) -> None:
+    """Raise `ValueError` unless tensors are finite values of these parameters."""
+    for name in sorted(current.keys() | tensors.keys()):
+        there, here = (tuple(each[name].shape) if name in each else "none" for each in (tensors, current))
+        if there != here:
+            raise ValueError(f"{source} contains {name} of shape {there}; this model needs {here}.")
+        if not (tensors[name].is_floating_point() and tensors[name].isfinite().all()):
+            raise ValueError(f"{source} contains values of {name} that are not finite: nothing was loaded.")
 
 
 def require_same_patch(model: nn.Module, config: RotaryPatchConfig, source: str | Path) -> None:
@@ -228,12 +236,6 @@ def require_same_patch(model: nn.Module, config: RotaryPatchConfig, source: str 
         if differing := {name: (patch[name], saved[name]) for name in patch if patch[name] != saved[name]}:
             shown = ", ".join(f"{name}={here!r} here, {there!r} there" for name, (here, there) in differing.items())
             raise ValueError(f"{model._get_name()} is patched differently from {source} ({shown}); unpatch it first.")
-
-
-def _fits(parameter: torch.Tensor | None, value: torch.Tensor | None) -> bool:
-    if parameter is None or value is None:
-        return False
-    return parameter.shape == value.shape and bool(value.isfinite().all())
 
 
 def _find_file(source: str | Path, name: str, revision: str | None) -> Path:
@@ -351,19 +353,3 @@ def _agree(found: object, saved: object) -> bool:
     if isinstance(found, float) and isinstance(saved, (int, float)):
         return math.isclose(found, saved, rel_tol=FREQUENCY_TOLERANCE)
     return found == saved
-
-
-def _load_encoding(index: int, planned: TowerPlan, tensors: dict, source: str | Path) -> nn.Module:
-    encoding = planned.build_encoding()
-    for full_name, parameter in encoding.named_parameters():
-        name = _shorten(full_name)
-        saved = tensors.pop(f"{index}.{name}", None)
-        if saved is not None and not (saved.is_floating_point() and saved.isfinite().all()):
-            raise ValueError(f"{source} contains values of {name} that are not finite: nothing was loaded.")
-        if saved is None or saved.shape != parameter.shape:
-            raise ValueError(
-                f"{source} contains {name} of shape {None if saved is None else tuple(saved.shape)}; this model needs "
-                f"{tuple(parameter.shape)}."
-            )
-        parameter.data = saved
-    return encoding

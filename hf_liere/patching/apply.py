@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import wrapt
@@ -244,6 +245,16 @@ def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return towers
 
 
+def wrap_once_imported(module: str, wrappers: dict[str, Callable]) -> None:
+    """Wrap functions of a module, by their names there, as soon as it is imported: some libraries take seconds."""
+
+    def install(imported: ModuleType) -> None:
+        for name, wrapper in wrappers.items():
+            wrapt.wrap_function_wrapper(imported, name, wrapper)
+
+    wrapt.register_post_import_hook(install, module)
+
+
 def _save_whole(wrapped: Callable, model: PreTrainedModel, args: tuple, kwargs: dict) -> Any:
     """Wraps `save_pretrained` of transformers: a model with a patched part is saved as a patched model."""
     if isinstance(model, RotaryModelMixin) or not is_patched(model):
@@ -259,4 +270,4 @@ def _save_whole(wrapped: Callable, model: PreTrainedModel, args: tuple, kwargs: 
     return model.save_pretrained(*args, **kwargs)
 
 
-wrapt.wrap_function_wrapper("transformers.modeling_utils", "PreTrainedModel.save_pretrained", _save_whole)
+wrap_once_imported("transformers.modeling_utils", {"PreTrainedModel.save_pretrained": _save_whole})

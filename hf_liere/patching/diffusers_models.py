@@ -8,10 +8,8 @@ or of a repository on the Hub, puts the rotations back. The configuration of a p
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import wrapt
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
@@ -21,7 +19,7 @@ from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from .adapters import load_rotary, remove_rotations, require_saved_together, write_rotations
-from .apply import is_patched, patch
+from .apply import is_patched, patch, wrap_once_imported
 
 
 # The arguments of `from_pretrained` that locate files on the Hub.
@@ -125,26 +123,9 @@ def _choose(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in LOCATION if options.get(name) is not None}
 
 
-def _guard_models(modeling: ModuleType) -> None:
-    """Install the wrappers once diffusers is imported."""
-    wrapt.wrap_function_wrapper(modeling, "ModelMixin.save_pretrained", _save)
-    wrapt.wrap_function_wrapper(modeling, "ModelMixin.from_pretrained", _load)
-
-
-def _guard_configurations(configurations: ModuleType) -> None:
-    wrapt.wrap_function_wrapper(configurations, "ConfigMixin.from_config", _build)
-
-
-def _guard_averages(training: ModuleType) -> None:
-    for name in ("step", "copy_to"):
-        wrapt.wrap_function_wrapper(training, f"EMAModel.{name}", _match_averages)
-
-
-def _guard_pipelines(pipelines: ModuleType) -> None:
-    wrapt.wrap_function_wrapper(pipelines, "DiffusionPipeline.download", _download)
-
-
-wrapt.register_post_import_hook(_guard_models, "diffusers.models.modeling_utils")
-wrapt.register_post_import_hook(_guard_configurations, "diffusers.configuration_utils")
-wrapt.register_post_import_hook(_guard_averages, "diffusers.training_utils")
-wrapt.register_post_import_hook(_guard_pipelines, "diffusers.pipelines.pipeline_utils")
+wrap_once_imported(
+    "diffusers.models.modeling_utils", {"ModelMixin.save_pretrained": _save, "ModelMixin.from_pretrained": _load}
+)
+wrap_once_imported("diffusers.configuration_utils", {"ConfigMixin.from_config": _build})
+wrap_once_imported("diffusers.training_utils", {"EMAModel.step": _match_averages, "EMAModel.copy_to": _match_averages})
+wrap_once_imported("diffusers.pipelines.pipeline_utils", {"DiffusionPipeline.download": _download})

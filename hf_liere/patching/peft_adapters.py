@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-
-# Post-import hooks (PEP 369), because importing peft takes seconds, and signature-preserving wrappers.
 import wrapt
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -32,7 +30,7 @@ from .adapters import (
     stored_parameters,
     write_rotations,
 )
-from .apply import is_patched
+from .apply import is_patched, wrap_once_imported
 
 
 # The arguments of peft and transformers that locate files.
@@ -122,11 +120,8 @@ def _save(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
 
 def _save_in_transformers(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `save_pretrained` of transformers, which writes only the adapters of a model that has any."""
-    if (
-        getattr(model, "_hf_peft_config_loaded", False)
-        and kwargs.get("is_main_process", True)
-        and not is_patched(model)
-    ):
+    has_adapters = getattr(model, "_hf_peft_config_loaded", False)
+    if has_adapters and kwargs.get("is_main_process", True) and not is_patched(model):
         remove_rotations(args[0] if args else kwargs["save_directory"])
     return wrapped(*args, **kwargs)
 
@@ -166,28 +161,21 @@ def _base_model_class(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> t
     return next((getattr(transformers, name) for name, kind in autos.items() if kind is plain), plain)
 
 
-def _guard(peft: ModuleType) -> None:
-    """Install the wrappers once peft is imported."""
-    for name, wrapper in {
-        "save_pretrained": _save,
-        "from_pretrained": partial(_restore_first, "model_id", False),
-        "load_adapter": _load_adapter,
-        "_get_base_model_class": _base_model_class,
-    }.items():
-        wrapt.wrap_function_wrapper(peft.PeftModel, name, wrapper)
-    # In these tables, peft looks up what to adapt by model type.
+def _adapt_alike(peft: ModuleType) -> None:
+    """In the tables by which peft looks up what to adapt, repeat every model type for the model with rotations."""
     for table in vars(peft.utils.constants).values():
         if isinstance(table, dict):
             table |= {f"{TYPE_PREFIX}{name}": value for name, value in table.items() if isinstance(name, str)}
 
 
-def _guard_swaps(hotswap: ModuleType) -> None:
-    """Install the wrapper of the function that replaces the weights of a loaded adapter."""
-    swap = partial(_restore_first, "model_name_or_path", True)
-    wrapt.wrap_function_wrapper(hotswap, "hotswap_adapter", swap)
-
-
-wrapt.register_post_import_hook(_guard, "peft")
-wrapt.register_post_import_hook(_guard_swaps, "peft.utils.hotswap")
-wrapt.wrap_function_wrapper("transformers.modeling_utils", "PreTrainedModel.save_pretrained", _save_in_transformers)
-wrapt.wrap_function_wrapper("transformers.integrations.peft", "PeftAdapterMixin.load_adapter", _load_into_transformers)
+PEFT_WRAPPERS: dict[str, Callable] = {
+    "PeftModel.save_pretrained": _save,
+    "PeftModel.from_pretrained": partial(_restore_first, "model_id", False),
+    "PeftModel.load_adapter": _load_adapter,
+    "PeftModel._get_base_model_class": _base_model_class,
+}
+wrap_once_imported("peft", PEFT_WRAPPERS)
+wrapt.register_post_import_hook(_adapt_alike, "peft")
+wrap_once_imported("peft.utils.hotswap", {"hotswap_adapter": partial(_restore_first, "model_name_or_path", True)})
+wrap_once_imported("transformers.modeling_utils", {"PreTrainedModel.save_pretrained": _save_in_transformers})
+wrap_once_imported("transformers.integrations.peft", {"PeftAdapterMixin.load_adapter": _load_into_transformers})

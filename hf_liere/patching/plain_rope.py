@@ -108,23 +108,16 @@ class PlainRope:
                 raise self._make_error("its frequencies depend on the length of the input")
             kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
             old.clear()
-            old.update(kept | self._describe(config, layout, values))
+            old.update(kept | {"rope_type": "longrope", "factor": 1.0})
+            old["attention_factor"] = _read_scaling(self.old, layout)
+            old["short_factor"], old["long_factor"] = values.tolist(), values.tolist()
+            old["original_max_position_embeddings"] = config.max_position_embeddings
         _write(config, written)
         try:
             with torch.device("cpu"):
                 return written, type(self.old)(config)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise self._make_error(f"{type(self.old).__name__} does not take rope_type='longrope', {error}") from error
-
-    def _describe(self, config: PreTrainedConfig, layout: RopeLayout, factors: torch.Tensor) -> dict[str, Any]:
-        return {
-            "rope_type": "longrope",
-            "factor": 1.0,
-            "attention_factor": _read_scaling(self.old, layout),
-            "short_factor": factors.tolist(),
-            "long_factor": factors.tolist(),
-            "original_max_position_embeddings": config.max_position_embeddings,
-        }
 
     def attach(self) -> None:
         """Replace the rotary module of the tower, which is unpatched, and the parameters of its configuration."""

@@ -151,8 +151,8 @@ class TestRefusals:
             ),
             (lambda path: os.truncate(path / "rotary.safetensors", 500), "rotary.safetensors cannot be read"),
             (lambda path: os.truncate(path / "rotary.safetensors", 0), "rotary.safetensors cannot be read"),
-            (lambda path: edit_weights(path, float("nan")), "values of generators that are not finite"),
-            (lambda path: edit_weights(path, float("inf")), "values of generators that are not finite"),
+            (lambda path: edit_weights(path, float("nan")), "values of 0.generators that are not finite"),
+            (lambda path: edit_weights(path, float("inf")), "values of 0.generators that are not finite"),
         ],
     )
     def test_damaged_adapter(self, damage, message, tmp_path):
