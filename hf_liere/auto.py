@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoMod
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from . import bundles, foreign_names
-from .libraries.names import library_of
+from .libraries import library_of
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, auto_classes, rotary_class, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX

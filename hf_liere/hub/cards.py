@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..auto import model_class, models_of
 from ..errors import require_libraries
-from ..libraries.names import library_of
+from ..libraries import library_of
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..storage.saved_model import SavedModel
 from ..version import __version__

@@ -3,7 +3,19 @@ Learned rotations inside models of other libraries: diffusion transformers of di
 frequencies, and vision transformers of timm.
 
 It imports from `models` alone, and never these libraries: a model is recognised by the names of its classes. Start with
-`diffusion_patch.plan_diffusion` or `timm_patch.plan_timm`. `families.py` and `timm_rope.py` contain what differs
-between models, `rotations.py` the parameters of both, `schedules.py` the schedules. `patching` saves and loads the
-rotations as it does for any other model.
+`library_patch.plan_library`, then read `diffusion_patch` or `timm_patch`. `families.py` and `timm_rope.py` contain what
+differs between models, `rotations.py` the parameters of both, `schedules.py` the schedules. `patching` saves and loads
+the rotations as it does for any other model.
 """
+
+from .diffusion_patch import DiffusionTower
+from .timm_patch import TimmTower
+
+
+TOWERS = (DiffusionTower, TimmTower)
+
+
+def library_of(class_name: str | None) -> str:
+    """The library of a model class by its name, as adapters and cards have nothing else; else transformers."""
+    known = {kind: tower.library for tower in TOWERS for kind in tower.kinds} | {"VisionTransformerDistilled": "timm"}
+    return known.get(class_name or "", "transformers")

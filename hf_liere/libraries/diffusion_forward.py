@@ -2,11 +2,12 @@
 The forward pass of a patched transformer of diffusers.
 
 Coordinates travel behind the channels of the model's own cos, so whatever the model does with it (concatenation,
-padding, checkpointing) is done with the coordinates. A hook on every attention module takes them off.
+padding, checkpointing) is done with the coordinates. A hook on every attention module takes them off, and turns cos and
+sin to the frequencies of its layer; or hooks on the norms of queries and keys rotate these by blocks, and the model's
+own rotation becomes the identity.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch import nn
 from ..models.encoding.positions import TokenPositions
 from ..models.fast.dispatch import product_dtype, working_dtype
 from ..models.patched.patched_forward import place_grid
-from ..models.patched.tower_patch import thread
-from .planes import PlaneTable
-from .rotations import PretrainedFrequencies, StateRotations, Turn, apply_turn, identity_turn
+from ..models.patched.tower_patch import find_rotation, thread
+from ..models.probing.module_inspection import View
+from .rotations import PlaneTable, PretrainedFrequencies, Turn, apply_turn, identity_turn
 
 
 # By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
@@ -35,23 +36,17 @@ def state_module(attention: nn.Module, stream: str, part: str) -> nn.Module | No
     return next((module for module in found if module is not None), None)
 
 
-class CarryingRope:
+class CarryingRope(View):
     """A rotary object that is not a module, with coordinates behind its output."""
 
-    def __init__(self, tower: nn.Module, rope: Any):
-        self.tower, self.rope = tower, rope
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("tower", "rope") or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.rope, name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return carry_coordinates(self.tower, self.rope, args, kwargs, self.rope(*args, **kwargs))
+        return carry_coordinates(self.tower, self.base, args, kwargs, self.base(*args, **kwargs))
 
 
 def carry(turn: Turn, coordinates: torch.Tensor, level: torch.Tensor | None = None) -> Turn:
     """A rotation with coordinates, and the noise level if there is one, behind its channels."""
+    carrier = turn if isinstance(turn, torch.Tensor) else turn[0]
+    coordinates = coordinates.reshape(*carrier.shape[:-1], -1)
     if level is not None:
         level = level.to(coordinates).expand(*coordinates.shape[:-1], 1)
         coordinates = torch.cat([coordinates, level], dim=-1)  # (…, N, A + 1)
@@ -83,11 +78,13 @@ def take_off(turn: Turn, table: PlaneTable) -> tuple[Turn, torch.Tensor, torch.T
     )
 
 
-def record_noise_level(names: tuple[str, ...], noise_level: Callable, model: Any, args: tuple, kwargs: dict) -> None:
-    """Forward pre-hook of a model with a schedule: keeps the noise level until the rotary module is called."""
-    options = {**dict(zip(names, args)), **kwargs}
-    timestep = options["t"] if "t" in names else options["timestep"]
-    level = noise_level(torch.as_tensor(timestep).float().flatten())  # (B,)
+def record_noise_level(model: Any, options: dict) -> None:
+    """Keeps the noise level that a schedule reads, from the arguments of a model, until its rotary module is called."""
+    patch = model.rotary_patch
+    if not patch.reads_level:
+        return
+    timestep = options["t"] if "t" in options else options["timestep"]
+    level = (patch.noise_level or patch.family.noise_level)(torch.as_tensor(timestep).float().flatten())  # (B,)
     if not torch.compiler.is_compiling() and (level != level[0]).any():
         raise RuntimeError(f"The samples have different noise levels, {level.tolist()}; a schedule needs one.")
     thread.noise_level = level[0]
@@ -101,21 +98,20 @@ def _noise_level(patch: Any) -> torch.Tensor | None:
 def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: Any) -> Any:
     """Forward hook of a rotary module: coordinates travel behind its output."""
     patch = tower.rotary_patch
-    coordinates, level = patch.family.coordinates(rope, *args, **kwargs), _noise_level(patch)
-    if patch.family.text == "separate":
-        return tuple(carry(turn, places, level) for turn, places in zip(output, coordinates))
-    return carry(output, coordinates, level)
+    family, level = patch.family, _noise_level(patch)
+    coordinates = family.parts(family.coordinates(rope, *args, **kwargs))
+    carried = tuple(carry(turn, places, level) for turn, places in zip(family.parts(output), coordinates))
+    return carried if family.text == "separate" else carried[0]
 
 
-def carry_argument(names: tuple[str, ...], model: Any, args: tuple, kwargs: dict) -> Any:
-    """Forward pre-hook of a model that receives its rotations: coordinates travel behind them."""
-    patch, options = model.rotary_patch, {**dict(zip(names, args)), **kwargs}
+def carry_argument(model: Any, options: dict) -> None:
+    """Lets coordinates travel behind the rotations among the arguments of a model."""
+    patch = model.rotary_patch
     turn = options.get(patch.family.argument)
     if turn is None:
         raise RuntimeError(f"{type(model).__name__} got no {patch.family.argument}, so it would not rotate: pass it.")
     coordinates = find_coordinates(turn, patch.table)  # (N, A)
     options[patch.family.argument] = carry(turn, coordinates, _noise_level(patch))
-    return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
 def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], table: PlaneTable) -> torch.Tensor:
@@ -151,47 +147,41 @@ def _wrap(angles: torch.Tensor) -> torch.Tensor:
     return torch.remainder(angles + math.pi, 2 * math.pi) - math.pi
 
 
-def carry_positions(names: tuple[str, ...], model: Any, args: tuple, kwargs: dict) -> Any:
-    """Forward pre-hook of a model that does not rotate: positions travel among the arguments of attention."""
-    patch, options = model.rotary_patch, {**dict(zip(names, args)), **kwargs}
+def carry_positions(model: Any, options: dict) -> None:
+    """Lets positions travel among the arguments that a model which does not rotate passes to attention."""
+    patch = model.rotary_patch
     latents = options["hidden_states"]  # (B, C, height, width)
     grid = tuple(size // model.config.patch_size for size in latents.shape[-2:])
     argument, positions = patch.family.argument, place_grid(model, grid, latents.device)
     # In a function, because hooks that move inputs between devices would call methods of the positions.
     options[argument] = {**(options.get(argument) or {}), POSITIONS: lambda: positions}
-    return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
-def drop_positions(attention: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Forward pre-hook of an attention module that does not rotate, for the arguments of one that does."""
-    return args, {name: value for name, value in kwargs.items() if name != POSITIONS}
+def drop_positions(attention: nn.Module, options: dict) -> None:
+    """For an attention module that does not rotate and gets the arguments of one that does."""
+    options.pop(POSITIONS, None)
 
 
-def prepare_attention(
-    tower: Any, layer: int, names: tuple[str, ...], attention: nn.Module, args: tuple, kwargs: dict
-) -> Any:
-    """Forward pre-hook of an attention module whose arguments have these names: passes the rotation of its layer."""
+def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dict) -> None:
+    """Replaces what travelled among the arguments of an attention module by the rotation of its layer."""
     patch, encoding = tower.rotary_patch, tower.rotary_encoding
-    options = {**dict(zip(names, args)), **kwargs}
     thread.rotation, rotates = None, patch.rotates_states(encoding, layer)
     given: Any = None
     if not patch.family.rotates:
         given = options.pop(POSITIONS, lambda: None)()
     elif (turns := options.get(patch.family.argument)) is not None:
-        separate = patch.family.text == "separate"
-        parts = [take_off(turn, patch.table) for turn in (turns if separate else [turns])]
-        if isinstance(encoding, PretrainedFrequencies):
+        parts = [take_off(turn, patch.table) for turn in patch.family.parts(turns)]
+        if patch.turns:
             given = turns = _turn_parts(patch, encoding, layer, parts, attention, options)
         else:
             # Wan's cos has a dimension for heads.
             given = [places.squeeze(2) if places.ndim == 4 else places for _, places, _ in parts]
             turns = [turn for turn, *_ in parts]
         turns = [identity_turn(turn) for turn in turns] if rotates else turns
-        options[patch.family.argument] = tuple(turns) if separate else turns[0]
+        options[patch.family.argument] = tuple(turns) if patch.family.text == "separate" else turns[0]
     if rotates:
         patch.hook_outputs(tower, layer, attention)
         thread.rotation = AttentionPass(tower, layer, given, options, patch.streams(attention))
-    return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
 def _turn_parts(
@@ -242,7 +232,7 @@ class AttentionPass:
         self.pending.discard((stream, part))
         encoding, family = self.tower.rotary_encoding, self.tower.rotary_patch.family
         tokens = states.shape[2 if family.heads_first and states.ndim == 4 else 1]
-        if not isinstance(encoding, StateRotations):
+        if self.tower.rotary_patch.turns:
             missing = tokens - self.given[0][0].shape[-2]
             text, image = states.split([missing, tokens - missing], dim=2)  # (B, H, …, D) each
             return torch.cat([text, apply_turn(image, self.given[0])], dim=2)
@@ -277,13 +267,8 @@ def rotate_states(
     layer: int, stream: str, part: str, module: nn.Module, args: tuple, output: torch.Tensor
 ) -> torch.Tensor:
     """Forward hook of the module that makes the queries or keys of a stream."""
-    current = getattr(thread, "rotation", None)
-    if current is None or current.layer != layer:
-        raise RuntimeError(
-            f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
-            "of its tokens are unknown. Call the model around it, or unpatch the model."
-        )
-    return current.rotate(stream, part, output)
+    rotated: torch.Tensor = find_rotation(layer, module).rotate(stream, part, output)
+    return rotated
 
 
 def finish_attention(attention: nn.Module, args: tuple, output: Any) -> None:

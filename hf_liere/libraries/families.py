@@ -5,7 +5,7 @@ frequencies are computed here as the model does; `diffusion_patch` compares them
 """
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..models.probing.module_inspection import device_of
-from .planes import ADJACENT, HALVES, PlaneTable, geometric_planes
+from .rotations import ADJACENT, HALVES, PlaneTable, geometric_planes
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class DiffusionFamily:
         argument: The argument by which attention receives rotations; for models that do not rotate, the dictionary
             that the model passes on to attention.
         planes: (model) → the planes of the channels that one cos and sin cover: a head, or all heads in a row.
-        coordinates: (rope, …) → (…, N, A) coordinates for the arguments of the rotary module, in the shape of its cos;
-            a tuple where it returns several rotations, of images and of text.
+        coordinates: (rope, …) → (…, N, A) coordinates for the arguments of the rotary module; a tuple where it returns
+            several rotations, of images and of text.
         example: (model) → arguments of the rotary module for a few tokens, by name.
         pairing: The two channels of a plane: `"adjacent"`, or the same channel of both halves of a head.
         heads_first: Whether queries and keys are (B, H, N, D), not (B, N, H, D), when attention has normalised them.
@@ -43,8 +43,8 @@ class DiffusionFamily:
     """
 
     rope: str | None
-    attentions: tuple[tuple[str, str], ...]
-    argument: str
+    attentions: tuple[tuple[str, str], ...] = (("transformer_blocks", "attn1"),)
+    argument: str = "image_rotary_emb"
     planes: Callable[[Any], PlaneTable] | None = None
     coordinates: Callable[..., Any] | None = None
     example: Callable[[Any], dict] | None = None
@@ -59,6 +59,10 @@ class DiffusionFamily:
     @property
     def rotates(self) -> bool:
         return self.planes is not None
+
+    def parts(self, given: Any) -> tuple:
+        """What belongs to images, and what to text where that is separate."""
+        return tuple(given) if self.text == "separate" else (given,)
 
     def find_attentions(self, model: nn.Module, cross: bool = False) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of the attention modules that receive rotations, or of the others that get the dictionary."""
@@ -76,27 +80,16 @@ def grid_coordinates(starts: tuple[int, ...], sizes: tuple[int, ...], device: to
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2).float()
 
 
-def _read_ids(rope: Any, ids: torch.Tensor) -> torch.Tensor:
-    return ids.float()  # (N, A)
+def _patch_size(rope: Any) -> tuple[int, int, int]:
+    size = rope.patch_size
+    return tuple(size) if isinstance(size, (list, tuple)) else (rope.patch_size_t, size, size)
 
 
-def _place_patches(latents: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+def _place_patches(rope: Any, hidden_states: torch.Tensor, fps: int | None = None) -> torch.Tensor:
     """(N, 3) indices of the patches of (B, C, frames, height, width) latents."""
-    sizes = tuple(size // extent for size, extent in zip(latents.shape[2:], patch))
-    return grid_coordinates((0, 0, 0), sizes, latents.device)
-
-
-def _place_wan(rope: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return _place_patches(hidden_states, rope.patch_size)[None, :, None]  # (1, N, 1, 3), as its cos
-
-
-def _place_hunyuan(rope: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return _place_patches(hidden_states, (rope.patch_size_t, rope.patch_size, rope.patch_size))  # (N, 3)
-
-
-def _place_cosmos(rope: Any, hidden_states: torch.Tensor, fps: int | None = None) -> torch.Tensor:
-    coordinates = _place_patches(hidden_states, rope.patch_size)  # (N, 3)
-    # Time is counted in frames at the frame rate of training.
+    sizes = tuple(size // extent for size, extent in zip(hidden_states.shape[2:], _patch_size(rope)))
+    coordinates = grid_coordinates((0, 0, 0), sizes, hidden_states.device)
+    # Cosmos counts time in frames at the frame rate of training.
     return coordinates if fps is None else coordinates * coordinates.new_tensor([rope.base_fps / fps, 1.0, 1.0])
 
 
@@ -130,14 +123,14 @@ def _ltx_planes(model: Any) -> PlaneTable:
 
 def _cosmos_planes(model: Any) -> PlaneTable:
     rope = model.rope
-    axes = ((rope.t_ntk_factor, rope.dim_t), (rope.h_ntk_factor, rope.dim_h), (rope.w_ntk_factor, rope.dim_w))
-    return geometric_planes(*((10000.0 * factor, channels) for factor, channels in axes))
+    factors = (rope.t_ntk_factor, rope.h_ntk_factor, rope.w_ntk_factor)
+    return geometric_planes((rope.dim_t, rope.dim_h, rope.dim_w), factors=factors)
 
 
 def _cogvideox_planes(model: Any) -> PlaneTable:
     """As the pipelines compute them (`get_3d_rotary_pos_embed`): a quarter of the channels for time."""
     channels = model.config.attention_head_dim
-    return geometric_planes((10000.0, channels // 4), *[(10000.0, channels // 8 * 3)] * 2)
+    return geometric_planes((channels // 4, channels // 8 * 3, channels // 8 * 3))
 
 
 def _place_qwen(
@@ -164,37 +157,18 @@ def _few_ids(model: Any) -> dict:
     return {"ids": torch.arange(5 * axes).view(5, axes) % 7}
 
 
-def _few_latents(*patch: str) -> Callable[[Any], dict]:
-    """Two patches on every axis; `patch` names fields of the configuration, one for every axis or one with all."""
-
-    def example(model: Any) -> dict:
-        sizes = [model.config[name] for name in patch]
-        sizes = sizes[0] if isinstance(sizes[0], (list, tuple)) else sizes
-        return {"hidden_states": torch.zeros(1, 1, *(2 * size for size in sizes))}
-
-    return example
-
-
-def _as_it_is(timestep: torch.Tensor) -> torch.Tensor:
-    return timestep
-
-
-def _of_thousand(timestep: torch.Tensor) -> torch.Tensor:
-    return timestep / 1000
-
-
-def _from_clean(timestep: torch.Tensor) -> torch.Tensor:
-    return 1 - timestep
+def _few_latents(model: Any) -> dict:
+    """Two patches on every axis."""
+    return {"hidden_states": torch.zeros(1, 1, *(2 * size for size in _patch_size(model.rope)))}
 
 
 FLUX: dict[str, Any] = {
     "rope": "pos_embed",
-    "argument": "image_rotary_emb",
-    "planes": lambda model: geometric_planes(*((model.pos_embed.theta, d) for d in model.pos_embed.axes_dim)),
-    "coordinates": _read_ids,
+    "planes": lambda model: geometric_planes(model.pos_embed.axes_dim, model.pos_embed.theta),
+    "coordinates": lambda rope, ids: ids.float(),  # (N, A)
     "example": _few_ids,
     "text": "first",
-    "noise_level": _as_it_is,
+    "noise_level": lambda timestep: timestep,
 }
 STREAMS = (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn"))
 FAMILIES = {
@@ -203,12 +177,11 @@ FAMILIES = {
     "QwenImageTransformer2DModel": DiffusionFamily(
         rope="pos_embed",
         attentions=(("transformer_blocks", "attn"),),
-        argument="image_rotary_emb",
         planes=FLUX["planes"],
         coordinates=_place_qwen,
         example=lambda model: {"video_fhw": [[(1, 2, 3), (1, 3, 2)]], "max_txt_seq_len": 4, "device": device_of(model)},
         text="separate",
-        noise_level=_as_it_is,
+        noise_level=FLUX["noise_level"],
     ),
     "ZImageTransformer2DModel": DiffusionFamily(
         rope="rope_embedder",
@@ -216,35 +189,30 @@ FAMILIES = {
             (part, "attention") for part in ("noise_refiner", "context_refiner", "siglip_refiner", "layers")
         ),
         argument="freqs_cis",
-        planes=lambda model: geometric_planes(*((model.rope_embedder.theta, d) for d in model.rope_embedder.axes_dims)),
-        coordinates=_read_ids,
+        planes=lambda model: geometric_planes(model.rope_embedder.axes_dims, model.rope_embedder.theta),
+        coordinates=FLUX["coordinates"],
         example=_few_ids,
-        noise_level=_from_clean,
+        noise_level=lambda timestep: 1 - timestep,
     ),
     "WanTransformer3DModel": DiffusionFamily(
         rope="rope",
         attentions=(("blocks", "attn1"),),
         argument="rotary_emb",
-        planes=lambda model: geometric_planes(
-            *((10000.0, d) for d in (model.rope.t_dim, model.rope.h_dim, model.rope.w_dim))
-        ),
-        coordinates=_place_wan,
-        example=_few_latents("patch_size"),
-        noise_level=_of_thousand,
+        planes=lambda model: geometric_planes((model.rope.t_dim, model.rope.h_dim, model.rope.w_dim)),
+        coordinates=_place_patches,
+        example=_few_latents,
+        noise_level=lambda timestep: timestep / 1000,
     ),
     "HunyuanVideoTransformer3DModel": DiffusionFamily(
         rope="rope",
         attentions=STREAMS,
-        argument="image_rotary_emb",
-        planes=lambda model: geometric_planes(*((model.rope.theta, d) for d in model.rope.rope_dim)),
-        coordinates=_place_hunyuan,
-        example=_few_latents("patch_size_t", "patch_size", "patch_size"),
-        noise_level=_of_thousand,
+        planes=lambda model: geometric_planes(model.rope.rope_dim, model.rope.theta),
+        coordinates=_place_patches,
+        example=_few_latents,
+        noise_level=lambda timestep: timestep / 1000,
     ),
     "LTXVideoTransformer3DModel": DiffusionFamily(
         rope="rope",
-        attentions=(("transformer_blocks", "attn1"),),
-        argument="image_rotary_emb",
         planes=_ltx_planes,
         coordinates=_place_ltx,
         example=lambda model: {"hidden_states": torch.zeros(1, 12, 1), "video_coords": torch.arange(36).view(1, 3, 12)},
@@ -252,23 +220,19 @@ FAMILIES = {
     ),
     "CosmosTransformer3DModel": DiffusionFamily(
         rope="rope",
-        attentions=(("transformer_blocks", "attn1"),),
-        argument="image_rotary_emb",
         planes=_cosmos_planes,
-        coordinates=_place_cosmos,
-        example=lambda model: {**_few_latents("patch_size")(model), "fps": 12},
+        coordinates=_place_patches,
+        example=lambda model: {**_few_latents(model), "fps": 12},
         pairing=HALVES,
         heads_first=True,
     ),
     "CogVideoXTransformer3DModel": DiffusionFamily(
         rope=None,
-        attentions=(("transformer_blocks", "attn1"),),
-        argument="image_rotary_emb",
         planes=_cogvideox_planes,
         heads_first=True,
         text="unrotated_first",
         in_place=True,
-        noise_level=_of_thousand,
+        noise_level=lambda timestep: timestep / 1000,
     ),
     "SD3Transformer2DModel": DiffusionFamily(
         rope=None,
@@ -278,14 +242,8 @@ FAMILIES = {
     ),
     "PixArtTransformer2DModel": DiffusionFamily(
         rope=None,
-        attentions=(("transformer_blocks", "attn1"),),
         argument="cross_attention_kwargs",
         heads_first=True,
         cross="attn2",
     ),
 }
-
-
-def find_kind(model: nn.Module, kinds: Container[str] = FAMILIES) -> str | None:
-    """The name of the class of a model, or of one that it inherits from, among `kinds`."""
-    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in kinds), None)

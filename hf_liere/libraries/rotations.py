@@ -6,6 +6,8 @@ them, in float64 or from a table, the start has the same bits. Blocks rotate que
 them, and the model's own rotation becomes the identity.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -14,16 +16,52 @@ from transformers import initialization as init
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.encoding.rotary_encoding import LearnedRotations
-from ..models.encoding.starting_values import order_planes
 from ..models.fast.dispatch import working_dtype
 from ..models.rotation.model_basis import rotate_one
 from ..models.rotation.rotation import TokenRotation
-from .planes import ADJACENT, PlaneTable
 from .schedules import Schedule, ScheduleInput
 
 
+ADJACENT, HALVES = "adjacent", "halves"
 # Either complex numbers, or cos and sin.
 Turn: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PlaneTable:
+    """
+    The planes of an attention module in the order of its channels.
+
+    Attributes:
+        frequencies: ω of every plane, 0 for planes that the model does not rotate.
+        axes: For every plane, the axis a of its angle p_a ω.
+    """
+
+    frequencies: tuple[float, ...]
+    axes: tuple[int, ...]
+
+    @property
+    def num_axes(self) -> int:
+        return max(self.axes) + 1
+
+    @property
+    def rotated(self) -> list[int]:
+        """The planes that rotate."""
+        return [plane for plane, frequency in enumerate(self.frequencies) if frequency]
+
+    def spectrum(self, planes: int) -> torch.Tensor:
+        """(A, 1, heads or 1, planes) frequencies in float64, for heads of this many planes."""
+        axes, frequencies = torch.tensor(self.axes), torch.tensor(self.frequencies, dtype=torch.float64)
+        serves = axes == torch.arange(self.num_axes).unsqueeze(-1)  # (A, planes of all heads)
+        return (serves * frequencies).view(self.num_axes, 1, -1, planes)
+
+
+def geometric_planes(channels: Sequence[int], theta: float = 10000.0, factors: Sequence[float] = ()) -> PlaneTable:
+    """RoPE's planes of several axes, one after the other: ω_i = (factor·θ)^(−2i/d) for the d channels of an axis."""
+    thetas = [theta * factor for factor in factors] or [theta] * len(channels)
+    spectra = [[base ** (-index / count) for index in range(0, count, 2)] for count, base in zip(channels, thetas)]
+    numbers = [axis for axis, spectrum in enumerate(spectra) for _ in spectrum]
+    return PlaneTable(tuple(frequency for spectrum in spectra for frequency in spectrum), tuple(numbers))
 
 
 class PretrainedFrequencies(LearnedRotations):
@@ -128,6 +166,23 @@ def identity_turn(turn: Turn) -> Turn:
     return torch.ones_like(turn[0]), torch.zeros_like(turn[1])
 
 
+def require_known(turn: Turn, angles: torch.Tensor, pairing: str, label: str, library: str) -> None:
+    """Raise `ValueError` if a model's own rotation is not the one by (…, N, planes) angles."""
+    found = (turn,) if isinstance(turn, torch.Tensor) else turn
+    tokens = found[0].shape[:-1]
+    if tokens.numel() == angles.shape[:-1].numel():
+        known = turn_further(identity_turn(turn), angles.reshape(*tokens, -1), pairing)
+        # Models compute angles in float32, and may round cos and sin to half types.
+        rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
+        tolerance = rounded + 2e-6 * angles.abs().max()
+        pairs = zip(found, (known,) if isinstance(known, torch.Tensor) else known)
+        if all(x.shape == y.shape and (x - y).abs().max() <= tolerance for x, y in pairs):
+            return
+    raise ValueError(
+        f"{label} computes other rotations than the releases of {library} that are known here do; nothing was changed."
+    )
+
+
 class StateRotations(LearnedRotations):
     """
     R(p) = exp(Σ_a p_a A_a) of queries and keys, where attention normalises them.
@@ -135,14 +190,14 @@ class StateRotations(LearnedRotations):
     Attributes:
         encoding: The `RotaryEncoding` with the parameters.
         place: The place of every attention module that learns.
-        order: (heads or 1, D) the model's channel at every place of a head; empty if the order is the model's.
+        order: (D,) the model's channel at every place of a head; `None` if the order is the model's.
     """
 
     def __init__(self, encoding: Any, config: Any, heads: int, layers: list[int], order: torch.Tensor | None = None):
         super().__init__()
         self.config, self.encoding, self.heads = config, encoding, heads
         self.place = {layer: place for place, layer in enumerate(layers)}
-        self.register_buffer("order", torch.empty(0, dtype=torch.long) if order is None else order, persistent=False)
+        self.register_buffer("order", order, persistent=False)
 
     def reset_parameters(self) -> None:
         self.encoding.reset_parameters()
@@ -163,66 +218,47 @@ class StateRotations(LearnedRotations):
         flat = states.ndim == 3
         heads = states.unflatten(-1, (self.heads, -1)) if flat else states
         heads = heads.transpose(1, 2) if flat or not heads_first else heads  # (B, H, N, D)
-        if self.order.numel():
-            order = self.order.to(heads.device)
-            heads = _select_channels(heads, order)  # blocks are contiguous
-            heads = _select_channels(rotate_one(rotation, heads, self.heads), order.argsort(-1))
-        else:
+        if self.order is None:
             heads = rotate_one(rotation, heads, self.heads)
+        else:
+            order = self.order.to(heads.device)
+            # Blocks are contiguous.
+            heads = rotate_one(rotation, heads.index_select(-1, order), self.heads).index_select(-1, order.argsort())
         heads = heads.transpose(1, 2) if flat or not heads_first else heads
         return heads.flatten(-2) if flat else heads
 
 
-def _select_channels(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The channels of (B, H, N, D) states in the order of every head, (H or 1, D)."""
-    return states.gather(-1, order.unsqueeze(1).expand(states.shape))
-
-
 def build_blocks(
-    table: PlaneTable, layers: list[int], config: Any, heads: int, head_dim: int, pairing: str, label: str
+    spectrum: torch.Tensor, layers: list[int], config: Any, heads: int, head_dim: int, pairing: str, label: str
 ) -> StateRotations:
     """
     Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation.
 
     Args:
-        table: The planes of one head, or of all heads in a row.
+        spectrum: (A, attention modules or 1, heads or 1, planes) frequencies.
         label: The model, for messages.
 
     Raises:
         ValueError: if the planes do not make such blocks.
     """
-    count = head_dim // 2
-    starts = range(0, len(table.axes), count)
-    if len(starts) not in (1, heads):
-        raise ValueError(f"{label}: cos and sin of {len(table.axes)} planes do not fit {heads} heads of {head_dim}.")
-    if config.share_heads and len(starts) > 1:
-        raise ValueError(f"share_heads=True: the heads of {label} rotate with different frequencies.")
-    rotary = LieRotaryEmbedding(
-        heads,
-        head_dim,
-        table.num_axes,
-        config.position_encoding,
-        config.block_size,
-        num_layers=len(layers),
-        share_heads=config.share_heads,
-        share_layers=config.share_layers,
-        rotary_init="zeros",
-        relative_axis=config.relative_axis,
-    )
-    encoding, orders, spectra = rotary.encoding, [], []
-    for start in starts:
-        axes = table.axes[start : start + count]
-        planes = torch.tensor(order_planes(axes, config.position_encoding, encoding.block_size, label))  # (planes,)
-        pairs = [2 * planes, 2 * planes + 1] if pairing == ADJACENT else [planes, planes + count]
-        orders.append(torch.stack(pairs, dim=-1).flatten())  # (D,)
-        serves = torch.tensor(axes)[planes] == torch.arange(table.num_axes).unsqueeze(-1)  # (A, planes)
-        frequencies = torch.tensor(table.frequencies[start : start + count], dtype=torch.float64)
-        spectra.append(serves * frequencies[planes])  # (A, planes)
-    start_frequencies = torch.stack(spectra, dim=1).unsqueeze(1)  # (A, 1, heads or 1, planes)
-    shape = (-1, encoding.layers, encoding.heads, -1)
-    with torch.no_grad():
-        for name, values in encoding.parameters_for_planes(start_frequencies.expand(shape)).items():
-            init.copy_(getattr(encoding, name), values.to(getattr(encoding, name)))
-    order = torch.stack(orders)  # (heads or 1, D)
-    is_own = bool((order == torch.arange(head_dim)).all())
-    return StateRotations(encoding, config, heads, layers, None if is_own else order)
+    spectrum = spectrum if spectrum.shape[1] == 1 else spectrum[:, layers]
+    for shared, size in zip(("share_layers", "share_heads"), spectrum.shape[1:3]):
+        if getattr(config, shared) and size > 1:
+            raise ValueError(f"{shared}=True: the {shared[6:]} of {label} rotate with different frequencies.")
+    try:
+        rotary = LieRotaryEmbedding(
+            heads,
+            head_dim,
+            len(spectrum),
+            config.position_encoding,
+            config.block_size,
+            num_layers=len(layers),
+            frequencies=spectrum.cpu(),
+            pairing=pairing,
+            share_heads=config.share_heads,
+            share_layers=config.share_layers,
+            relative_axis=config.relative_axis,
+        )
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from error
+    return StateRotations(rotary.encoding, config, heads, layers, rotary.order)

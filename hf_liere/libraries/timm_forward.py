@@ -10,7 +10,7 @@ sin.
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -131,12 +131,7 @@ def end_pass(tower: nn.Module, args: tuple, output: Any) -> None:
 
 
 def find_pass(tower: nn.Module) -> ImagePass:
-    """
-    The pass of a model that runs in this thread.
-
-    Raises:
-        RuntimeError: if none does.
-    """
+    """The pass of a model that runs in this thread. Raises `RuntimeError` if none does."""
     current = getattr(thread, "image_pass", None)
     if current is None or current.tower() is not tower:
         raise RuntimeError(
@@ -146,32 +141,25 @@ def find_pass(tower: nn.Module) -> ImagePass:
     return current
 
 
-def turn_attention(
-    tower: Any, layer: int, names: tuple[str, ...], attention: nn.Module, args: tuple, kwargs: dict
-) -> Any:
-    """Forward pre-hook of an attention module with these arguments: it rotates with the learned frequencies."""
-    options, places = {**dict(zip(names, args)), **kwargs}, find_pass(tower).coordinates  # ((B,) N, 2)
+def turn_attention(tower: Any, layer: int, attention: nn.Module, options: dict) -> None:
+    """Turns the rotation among the arguments of an attention module to the learned frequencies."""
+    places = find_pass(tower).coordinates  # ((B,) N, 2)
     assert places is not None, "the model rotates"
     sin, cos = options["rope"].chunk(2, dim=-1)  # ((B, 1,) N, D) each
     places = places.unsqueeze(1) if cos.ndim == 4 else places
     cos, sin = tower.rotary_encoding(layer, (cos, sin), places)
     options["rope"] = torch.cat([sin, cos], dim=-1)
-    return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
-def replace_rotation(
-    norms: tuple[nn.Module, nn.Module], names: tuple[str, ...], attention: Any, args: tuple, kwargs: dict
-) -> Any:
-    """Forward pre-hook of an attention module whose queries and keys are rotated behind these norms."""
+def replace_rotation(norms: tuple[nn.Module, nn.Module], attention: Any, options: dict) -> None:
+    """Takes the rotation from the arguments of an attention module, which is rotated behind these norms."""
     if attention.q_norm is not norms[0] or attention.k_norm is not norms[1]:
         raise RuntimeError(
             f"q_norm or k_norm of {type(attention).__name__} was replaced after the model was patched, so queries and "
             "keys would not be rotated: unpatch the model before."
         )
-    options = {**dict(zip(names, args)), **kwargs}
     if "rope" in options:
         options["rope"] = None
-    return tuple(options.pop(name) for name in names[: len(args)]), options
 
 
 def rotate_states(tower: Any, layer: int, norm: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -182,18 +170,13 @@ def rotate_states(tower: Any, layer: int, norm: nn.Module, args: tuple, output: 
     return rotated
 
 
-class InPass:
+def call_in_pass(current: ImagePass, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """A part of a model that is recomputed in the backward pass, with the positions of its forward pass."""
-
-    def __init__(self, function: Callable, current: ImagePass):
-        self.function, self.current = function, current
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer, thread.image_pass = getattr(thread, "image_pass", None), self.current
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            thread.image_pass = outer
+    outer, thread.image_pass = getattr(thread, "image_pass", None), current
+    try:
+        return function(*args, **kwargs)
+    finally:
+        thread.image_pass = outer
 
 
 def keep_passes(model: nn.Module) -> None:
@@ -215,9 +198,9 @@ def _keep_pass(original: Callable) -> Callable:
         # A graph recomputes its operations, and calls no hook again.
         current = None if torch.compiler.is_compiling() else getattr(thread, "image_pass", None)
         if current is not None and isinstance(function, nn.Sequential):
-            function = [InPass(part, current) for part in function]
+            function = [partial(call_in_pass, current, part) for part in function]
         elif current is not None:
-            function = InPass(function, current)
+            function = partial(call_in_pass, current, function)
         return original(function, *args, **kwargs)
 
     return checkpoint

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..models.fast.dispatch import working_dtype
-from .planes import ADJACENT, HALVES, PlaneTable
-from .rotations import turn_further
+from .rotations import PlaneTable, require_known
 
 
 def _axial(frequencies: torch.Tensor) -> torch.Tensor:
@@ -77,19 +76,11 @@ def place_patches(rope: Any, shapes: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_spectrum(rope: nn.Module, half: bool, grid: tuple[int, int], label: str) -> torch.Tensor:
+def read_spectrum(rope: nn.Module, pairing: str, grid: tuple[int, int], label: str) -> torch.Tensor:
     """
-    The frequencies of a rotary module, after a comparison of its cos and sin with those that follow from them.
-
-    Args:
-        half: Whether attention rotates the halves of a head.
-        grid: Patches per axis of the model.
-
-    Returns:
-        (2, layers or 1, heads or 1, planes) in float64.
-
-    Raises:
-        ValueError: if the module is of an unknown class, draws random coordinates, or computes other rotations.
+    (2, layers or 1, heads or 1, planes) frequencies in float64 of a rotary module, whose cos and sin for the grid of
+    its model and for another one were compared with these. Raises `ValueError` if the module is of an unknown class,
+    draws random coordinates, or computes other rotations.
     """
     name = type(rope).__name__
     module: Any = rope
@@ -106,19 +97,10 @@ def read_spectrum(rope: nn.Module, half: bool, grid: tuple[int, int], label: str
             + ", ".join(f"rope_{part}_coords={value:g}" for part, value in neutral.items())
             + "."
         )
-    spectrum, pairing = SPECTRA[name](module), HALVES if half else ADJACENT
-    cached = getattr(module, "feat_shape", None)
+    spectrum, cached = SPECTRA[name](module), getattr(module, "feat_shape", None)
     for shape in [tuple(cached)] if cached is not None else [grid, (2, 5)]:
         sin, cos = module.get_embed(shape=shape).chunk(2, dim=-1)  # ((layers, heads,) N, D) each
         places = place_patches(module, torch.tensor([shape], device=cos.device), math.prod(shape))[0]  # (N, 2)
         angles = torch.einsum("na,alhp->lhnp", places, spectrum.to(places))  # (layers, heads, N, planes)
-        expected = turn_further((torch.ones_like(cos), torch.zeros_like(sin)), angles, pairing)
-        # timm computes angles in float32, and rounds a cached table to half types.
-        rounded = 1e-2 if cos.dtype in (torch.float16, torch.bfloat16) else 1e-4
-        tolerance = rounded + 2e-6 * angles.abs().max()
-        if any((x - y).abs().max() > tolerance for x, y in zip((cos, sin), expected)):
-            raise ValueError(
-                f"{label}: {name} computes other rotations than the releases of timm that are known here do; nothing "
-                "was changed."
-            )
+        require_known((cos, sin), angles, pairing, f"{label}: {name}", "timm")
     return spectrum

@@ -10,9 +10,8 @@ import wrapt
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..libraries.checks import LibraryPatch
-from ..libraries.diffusion_patch import is_diffusion_model, plan_diffusion
-from ..libraries.timm_patch import is_timm_model, plan_timm
+from ..libraries import TOWERS
+from ..libraries.library_patch import LibraryPatch, plan_library
 from ..models.patched.modeling_patched import (
     RotaryModelMixin,
     is_restorable,
@@ -20,7 +19,7 @@ from ..models.patched.modeling_patched import (
     patch_in_place,
     unpatch_in_place,
 )
-from ..models.patched.rotary_patch import RotaryPatchConfig, plan, require_unpatched
+from ..models.patched.rotary_patch import RotaryPatchConfig, plan
 from ..models.patched.tower_patch import patched_towers
 from .plain_rope import PlainRope
 
@@ -72,11 +71,8 @@ def make_plans(model: nn.Module, config: RotaryPatchConfig) -> list:
     """The first half of [`patch`]: check a configuration against a model of any library."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"{type(model).__name__} is not a torch module; of a pipeline, pass pipeline.transformer.")
-    for belongs, plan_library in ((is_diffusion_model, plan_diffusion), (is_timm_model, plan_timm)):
-        if belongs(model):
-            require_unpatched(model)
-            return plan_library(model, config)
-    return plan(model, config)
+    tower_class = next((one for one in TOWERS if one.belongs(model)), None)
+    return plan(model, config) if tower_class is None else plan_library(tower_class, model, config)
 
 
 def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:

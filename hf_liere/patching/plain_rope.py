@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..libraries.checks import LibraryPatch
+from ..libraries.library_patch import LibraryPatch
 from ..models.patched.pretrained_patch import RopePatch
 from ..models.patched.pretrained_rope import PretrainedPlanes
 from ..models.probing.rope_layout import RopeLayout

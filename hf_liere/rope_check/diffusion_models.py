@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ..errors import InputError, require_libraries
-from ..libraries.diffusion_patch import plan_diffusion
-from ..libraries.families import FAMILIES, find_kind
-from ..libraries.planes import PlaneTable
-from ..libraries.rotations import PretrainedFrequencies
+from ..libraries.diffusion_patch import DiffusionTower
+from ..libraries.families import FAMILIES
+from ..libraries.library_patch import plan_library
+from ..libraries.rotations import PlaneTable, PretrainedFrequencies
 from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
 from ..storage.loading import find_diffusers_config, translate_loading_errors
@@ -63,15 +63,16 @@ def _load(name: str, kind: str, subfolder: str | None, revision: str | None, wit
 
 
 def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundRotation:
-    family, remarks = FAMILIES[str(find_kind(model))], []
-    if any(patched_towers(model)):
+    family, remarks = FAMILIES[str(DiffusionTower.find_kind(model))], []
+    if any(True for _ in patched_towers(model)):
         table, encoding = model.rotary_patch.table, model.rotary_encoding
         remarks = _describe_learned(table, encoding)
     else:
         assert family.planes is not None, "a family that rotates"
         table = family.planes(model)
         if with_weights:
-            plan_diffusion(model, RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
+            config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
+            plan_library(DiffusionTower, model, config)
         if (folder / ADAPTER_CONFIG).is_file():
             remarks.append(f"learned rotations lie beside the model ({ADAPTER_CONFIG}); --weights reads them")
     if with_weights:

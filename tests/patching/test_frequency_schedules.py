@@ -182,7 +182,7 @@ def test_refused_models():
         (other_base, PLANES, "other rotations"),
         (table, PLANES, "does not rotate"),
         (FLUX.build().to("meta"), PLANES, "before they are offloaded"),
-        (LTX.build(), replace(BLOCKS, position_encoding="comrope_ld"), "of one axis"),
+        (LTX.build(), replace(BLOCKS, position_encoding="comrope_ld"), "multiples of one matrix"),
     ):
         before = dict(model.named_modules())
         with pytest.raises(ValueError, match=message):

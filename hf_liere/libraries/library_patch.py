@@ -1,0 +1,176 @@
+"""Patches of models of other libraries: how all of them are planned, before a model is changed."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..models.encoding.encoding_traits import rotary_traits
+from ..models.encoding.folding import build_encoding
+from ..models.patched.rotary_patch import RotaryPatchConfig, require_unpatched
+from ..models.patched.tower_patch import Patchable, TowerPatch, TowerPlan, choose_target
+from ..models.patched.vision_patch import TowerConfig, make_tower_config
+from ..models.probing.attention_tower import AttentionTower
+from .rotations import PlaneTable, PretrainedFrequencies, StateRotations, build_blocks
+
+
+@dataclass
+class LibraryPatch(TowerPatch[Patchable]):
+    """
+    The patch of a model of another library, which transformers cannot save or load with its rotations.
+
+    Attributes:
+        kind: As in [`LibraryTower`].
+        heads, head_dim: Heads with separate rotations in every attention module, and their channels.
+        turns: Whether frequencies are learned, so that the model's own rotation is turned further and not replaced.
+        table: The planes of models that rotate by the same frequencies in every layer.
+        train_grid, coordinates: Patches per axis in training and the convention of their coordinates, for models that
+            do not rotate.
+    """
+
+    kind: str
+    heads: int
+    head_dim: int
+    turns: bool
+    table: PlaneTable | None = field(default=None, kw_only=True)
+    train_grid: tuple[int, ...] = field(default=(), kw_only=True)
+    coordinates: str = field(default="", kw_only=True)
+
+    def describe_base(self, module: nn.Module) -> dict:
+        base: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "train_grid": list(self.train_grid)}
+        if self.table is not None:
+            base["frequencies"] = [float(f"{value:.5g}") for value in self.table.frequencies]
+        return base
+
+    def model_type(self, module: nn.Module) -> str:
+        return type(module).__name__
+
+
+@dataclass
+class LibraryTower(AttentionTower):
+    """
+    A model of another library, with the attention modules that rotate or can rotate.
+
+    Attributes:
+        kind: The name of its class among `kinds`, those that are known.
+    """
+
+    kind: str
+    kinds: ClassVar[Mapping[str, Any]]
+    # What such models are, for messages.
+    noun: ClassVar[str]
+    library: ClassVar[str]
+    patch_class: ClassVar[type[LibraryPatch]]
+
+    @classmethod
+    def find_kind(cls, module: nn.Module) -> str | None:
+        """The name of the class of a module, or of one that it inherits from, among `kinds`."""
+        return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in cls.kinds), None)
+
+    @classmethod
+    def belongs(cls, model: nn.Module) -> bool:
+        """Whether a model is of this library, or is around one that is."""
+        raise NotImplementedError
+
+    @staticmethod
+    def find_attentions(module: nn.Module, kind: str) -> Iterable[tuple[str, nn.Module]]:
+        """(name, module) of the attention modules in a module of a kind. Raises `ValueError` if one is not known."""
+        raise NotImplementedError
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the model rotates queries and keys."""
+        raise NotImplementedError
+
+    @property
+    def train_grid(self) -> tuple[int, ...]:
+        """Patches per axis in training, of models that do not rotate. Raises `ValueError` if there are none."""
+        raise NotImplementedError
+
+    def check_tokens(self) -> None:
+        """Raise `ValueError` if it cannot be known which token is where."""
+
+    def head_shape(self, layer: int, turns: bool) -> tuple[int, int]:
+        """(heads, head_dim) of an attention module, or of its keys unless its own rotation is turned further."""
+        raise NotImplementedError
+
+    def read_start(self, head_dim: int) -> tuple[torch.Tensor, PlaneTable | None, str]:
+        """
+        The (A, attention modules or 1, heads or 1, planes) frequencies of a model that rotates; as a table of planes,
+        or `None` if some turn along two axes; and the two channels of a plane. Raises `ValueError` if it computes other
+        cos and sin for a few tokens.
+        """
+        raise NotImplementedError
+
+
+def plan_library(tower_class: type[LibraryTower], model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
+    """
+    Check a configuration against a model of another library, before the model is changed.
+
+    Raises:
+        ValueError: if the model is patched already, has nothing that can be patched, or the configuration does not fit.
+    """
+    require_unpatched(model)
+    towers = []
+    for name, module in model.named_modules():
+        kind = tower_class.find_kind(module)
+        if kind is not None:
+            found = tower_class.find_attentions(module, kind)
+            attentions = [(f"{name}.{inner}".lstrip("."), attention) for inner, attention in found]
+            towers.append(tower_class(name, module, attentions, kind))
+    if not towers:
+        raise ValueError(
+            f"{type(model).__name__} is not a {tower_class.noun} of {tower_class.library} whose rotations are known; "
+            f"accepted: {', '.join(tower_class.kinds)}."
+        )
+    return [_plan_tower(tower, config) for tower in choose_target(towers, config.target, tower_class.noun)]
+
+
+def _plan_tower(tower: LibraryTower, config: RotaryPatchConfig) -> TowerPlan:
+    layers = tower.choose_layers(config.layers)
+    _check_start(tower, config)
+    tower.check_tokens()
+    turns = tower.rotates and rotary_traits(config).pretrained == "planes"
+    heads, head_dim = tower.common_shape(layers, lambda layer: tower.head_shape(layer, turns))
+    patch = tower.patch_class(config, tower.attention_names(layers), tower.kind, heads, head_dim, turns)
+    if not tower.rotates:
+        patch.train_grid = tower.train_grid
+        rotary_config = make_tower_config(config, patch.train_grid, len(layers), heads, head_dim)
+        patch.coordinates = str(rotary_config.coordinates)
+        build: Callable[[], nn.Module] = partial(_build_from_grid, rotary_config, config, heads, layers)
+    else:
+        spectrum, patch.table, pairing = tower.read_start(head_dim)
+        if not turns:
+            build = partial(build_blocks, spectrum, layers, config, heads, head_dim, pairing, tower.label)
+        elif patch.table is not None:
+            build = partial(PretrainedFrequencies, patch.table, layers, config, pairing)
+        else:
+            raise ValueError(
+                f"{tower.label} learns the frequencies of every layer and head already: train rope.freqs, or pass "
+                "position_encoding='liere', whose blocks start there."
+            )
+    build()
+    return TowerPlan(tower, patch, build)
+
+
+def _check_start(tower: LibraryTower, config: RotaryPatchConfig) -> None:
+    if any(parameter.is_meta for parameter in tower.module.parameters()):
+        raise ValueError(f"{tower.label} has parameters without values: patch it before they are offloaded.")
+    if config.keep_absolute != "interpolate":
+        raise ValueError(
+            f"keep_absolute={config.keep_absolute!r} is for vision towers of transformers; {tower.label} accepts "
+            "interpolate."
+        )
+    if tower.rotates != (config.rotary_init == "pretrained"):
+        reason, accepted = "does not rotate, so there is nothing to start from", "zeros"
+        if tower.rotates:
+            reason, accepted = "already rotates query and key", "pretrained"
+        raise ValueError(f"rotary_init={config.rotary_init!r}: {tower.label} {reason}; accepted: {accepted}.")
+
+
+def _build_from_grid(rotary_config: TowerConfig, config: Any, heads: int, layers: list[int]) -> StateRotations:
+    encoding = build_encoding(rotary_config, len(rotary_config.train_grid))
+    return StateRotations(encoding, config, heads, layers)
