@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,34 +62,42 @@ class FrameReader:
             UnreadableError: if the file cannot be decoded up to the last one.
         """
         with naming(path.name):
-            if is_volume(path):
-                frames = to_bytes(read_volume(path), self.intensity_range)
-            elif path.is_dir():
-                files = frame_files(path)
-                chosen = range(len(files)) if indices is None else [*indices]
-                _require_frames(len(files), chosen)
-                return _stack([read_picture(files[index], self.mode) for index in chosen])
-            else:
-                return self.decode(path, indices, has_suffix(path, PICTURE_SUFFIXES))
-            if indices is not None:
-                _require_frames(len(frames), indices)
-                frames = frames[[*indices]]
-            return self._with_channels(frames)
+            return self.decode(path, indices)
 
-    def decode(
-        self, source: Path | IO[bytes], indices: Sequence[int] | None = None, is_animation: bool = False
-    ) -> np.ndarray:
-        """As [`read`], of a video or an animation; errors do not name it."""
-        frames, count = {}, 0
-        for number, frame in enumerate((_animation if is_animation else _video)(source, self.mode)):
-            count = number + 1
-            if indices is None or number in indices:
-                frames[number] = frame()
-            if indices is not None and number == indices[-1]:
+    def decode(self, source: Path | IO[bytes], indices: Sequence[int] | None = None) -> np.ndarray:
+        """As [`read`], also of an opened video; errors do not name it."""
+        frames: dict[int, np.ndarray] = {}
+        count = 0
+        for count, frame in enumerate(self._frames(source), 1):
+            if indices is None or count - 1 in indices:
+                frames[count - 1] = frame()
+            if indices is not None and count > indices[-1]:
                 break
-        chosen = range(max(count, 1)) if indices is None else indices
-        _require_frames(count, chosen)
-        return _stack([frames[index] for index in chosen])
+        if not count:
+            raise UnreadableError("has no frames.")
+        chosen = range(count) if indices is None else indices
+        if count <= chosen[-1]:
+            raise UnreadableError(f"ends after {count} frames; frame {chosen[-1] + 1} was requested.")
+        if len(shapes := {frame.shape[:2] for frame in frames.values()}) > 1:
+            raise UnreadableError(f"has frames of several sizes, {sorted(shapes)}; accepted: one.")
+        return np.stack([frames[index] for index in chosen])
+
+    def _frames(self, source: Path | IO[bytes]) -> Iterator[Any]:
+        """For each frame a function that makes it."""
+        path = source if isinstance(source, Path) else None
+        if path and is_volume(path):
+            volume = to_bytes(read_volume(path), self.intensity_range)
+            yield from (partial(self._with_channels, each) for each in volume)
+        elif path and path.is_dir():
+            yield from (partial(read_picture, file, self.mode) for file in frame_files(path))
+        elif path and has_suffix(path, PICTURE_SUFFIXES):
+            for frame in _animation(path):
+                yield lambda frame=frame: pixels(develop(frame, self.mode))
+        else:
+            with _open(source) as container:
+                aspect = float(container.streams.video[0].sample_aspect_ratio or 1)
+                for frame in container.decode(video=0):
+                    yield partial(_upright, frame, aspect, self.mode)
 
     @property
     def mode(self) -> str:
@@ -140,13 +149,11 @@ class FrameReader:
             times = self.frame_times(path)
         return times if is_uneven(times) else None
 
-    def _with_channels(self, frames: np.ndarray) -> np.ndarray:
-        frames = frames[..., None] if frames.ndim == 3 else frames
-        if frames.shape[-1] == 1:
-            return np.repeat(frames, self.num_channels, axis=-1)
-        if frames.shape[-1] != self.num_channels:
-            raise UnreadableError(f"frames have {frames.shape[-1]} channels; the model takes {self.num_channels}.")
-        return frames
+    def _with_channels(self, frame: np.ndarray) -> np.ndarray:
+        frame = pixels(frame)
+        if frame.shape[-1] not in (1, self.num_channels):
+            raise UnreadableError(f"frames have {frame.shape[-1]} channels; the model takes {self.num_channels}.")
+        return np.broadcast_to(frame, (*frame.shape[:2], self.num_channels))
 
 
 # Containers round the rates of their headers by less, relative to the rate.
@@ -202,19 +209,6 @@ def is_uneven(times: np.ndarray) -> bool:
     return len(times) > 2 and bool(np.abs(times - even).max() > even[1] / 2)
 
 
-def _require_frames(count: int, indices: Sequence[int]) -> None:
-    if not count:
-        raise UnreadableError("has no frames.")
-    if count <= indices[-1]:
-        raise UnreadableError(f"ends after {count} frames; frame {indices[-1] + 1} was requested.")
-
-
-def _stack(frames: list[np.ndarray]) -> np.ndarray:
-    if len(shapes := {frame.shape[:2] for frame in frames}) > 1:
-        raise UnreadableError(f"has frames of several sizes, {sorted(shapes)}; accepted: one.")
-    return np.stack(frames)
-
-
 def _open(source: Path | IO[bytes]) -> Any:
     require_libraries("Reading videos", "video", "av")
     import av
@@ -225,14 +219,6 @@ def _open(source: Path | IO[bytes]) -> Any:
 def _stamps(container: Any) -> list[int | None]:
     """Times of the frames that players show; some containers hold others that only help to decode them."""
     return [packet.pts for packet in container.demux(video=0) if packet.size and not packet.is_discard]
-
-
-def _video(source: Path | IO[bytes], mode: str) -> Iterator[Any]:
-    """For each frame a function that makes it."""
-    with _open(source) as container:
-        aspect = float(container.streams.video[0].sample_aspect_ratio or 1)
-        for frame in container.decode(video=0):
-            yield lambda frame=frame: _upright(frame, aspect, mode)
 
 
 def _upright(frame: Any, aspect: float, mode: str) -> np.ndarray:
@@ -256,24 +242,17 @@ def _upright(frame: Any, aspect: float, mode: str) -> np.ndarray:
     return array[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _animation(source: Path | IO[bytes], mode: str) -> Iterator[Any]:
-    """As [`_video`]."""
-    require_libraries("Reading images", "inspect", "PIL")
-    from PIL import Image, ImageSequence
-
-    with Image.open(source) as image:
-        for frame in ImageSequence.Iterator(image):
-            yield lambda frame=frame: pixels(develop(frame, mode))
-
-
-def _durations(path: Path) -> list[float]:
-    """Seconds for which each frame of an animation is shown; a still picture is one frame."""
+def _animation(path: Path) -> Iterator[Any]:
+    """The frames of an animation, one after the other; a still picture is one frame."""
     require_libraries("Reading images", "inspect", "PIL")
     from PIL import Image, ImageSequence
 
     with Image.open(path) as image:
-        if not getattr(image, "is_animated", False):
-            return [0.0]
-        # WebP knows how long a frame lasts once it is decoded, with `load`.
-        frames = ((frame, frame.load())[0] for frame in ImageSequence.Iterator(image))
-        return [float(frame.info.get("duration") or 0) / 1e3 for frame in frames]
+        yield from ImageSequence.Iterator(image)
+
+
+def _durations(path: Path) -> list[float]:
+    """Seconds for which each frame of an animation is shown."""
+    # WebP knows how long a frame lasts once it is decoded, with `load`.
+    frames = ((frame, frame.load())[0] for frame in _animation(path))
+    return [float(frame.info.get("duration") or 0) / 1e3 for frame in frames]

@@ -24,17 +24,17 @@ class UnreadableError(InputError):
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
+def naming(name: str, has: str = ": ", broken: str = ": cannot be read") -> Iterator[None]:
     """Raises errors of the decoders inside as [`UnreadableError`] that begins with the name of the file."""
     try:
         yield
     except MissingLibraryError:
         raise
     except UnreadableError as error:
-        raise UnreadableError(f"{name}: {error}") from None
+        raise UnreadableError(f"{name}{has}{error}") from None
     except Exception as error:
         # Decoders raise errors of any class for broken files.
-        raise UnreadableError(f"{name}: cannot be read ({reason(error)}).") from error
+        raise UnreadableError(f"{name}{broken} ({reason(error)}).") from error
 
 
 def reason(error: BaseException) -> str:

@@ -38,7 +38,7 @@ def develop(image: Any, mode: str = "RGB", turn: bool = True) -> Any:
     if image.mode not in EIGHT_BIT_MODES:
         raise UnreadableError(
             f"mode {image.mode}; accepted are 8-bit images, modes {', '.join(EIGHT_BIT_MODES)}: scale deeper ones from "
-            "the values that are black and white to 0 … 255"
+            "the values that are black and white to 0 … 255."
         )
     upright = ImageOps.exif_transpose(image) if turn else image
     if upright.has_transparency_data:

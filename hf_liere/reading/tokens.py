@@ -11,7 +11,6 @@
 import zipfile
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -74,35 +73,19 @@ def _read_parquet(path: Path, wanted: set[str]) -> Columns:
         columns: Columns = {name: [] for name in file.schema_arrow.names}
         table = file.read(columns=[name for name in columns if name in wanted])
     for name in table.column_names:
-        numbers, dtype = _plain_type(table.schema.field(name).type)
-        for row, cell in enumerate(table[name].cast(numbers).to_pylist()):
+        for row, cell in enumerate(table[name].to_numpy()):
             try:
-                cell = np.array(cell) if isinstance(cell, list) else cell
-                # Cells with missing entries stay what they are, and are refused for that.
-                is_whole = dtype is not None and getattr(cell, "dtype", None) in (np.int64, np.float64)
-                columns[name].append(cell.astype(dtype) if is_whole else cell)
+                # Nested lists are arrays of arrays, and decimals objects.
+                is_nested = isinstance(cell, np.ndarray) and cell.dtype == object
+                cell = np.array(cell.tolist()) if is_nested else cell
+                is_decimal = is_nested and isinstance(cell.flat[0] if cell.size else None, Decimal)
+                columns[name].append(cell.astype(np.float64) if is_decimal else cell)
             except ValueError:
                 raise InputError(
                     f"{path.name}, row {row}: the lists in {name!r} have different lengths; accepted: a list with one "
                     "entry, or one list of equal length, per token."
                 ) from None
     return columns
-
-
-def _plain_type(kind: Any) -> tuple[Any, str | None]:
-    """
-    A column's type with whole numbers for times, which Python's own would round, and numpy's type of its times, or of
-    floats of less than 64 bits.
-    """
-    types = pyarrow.types
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner, dtype = _plain_type(kind.value_type)
-        return (kind if inner == kind.value_type else pyarrow.list_(inner)), dtype
-    if types.is_timestamp(kind) or types.is_duration(kind):
-        return pyarrow.int64(), f"{'M8' if types.is_timestamp(kind) else 'm8'}[{kind.unit}]"
-    if types.is_float16(kind) or types.is_float32(kind):
-        return kind, f"f{kind.bit_width // 8}"
-    return (pyarrow.float64() if types.is_decimal(kind) else kind), None
 
 
 def to_float64(values: np.ndarray, where: str) -> np.ndarray:
@@ -113,8 +96,7 @@ def to_float64(values: np.ndarray, where: str) -> np.ndarray:
         InputError: with the number of tokens that lost a place of their own, here or where float32 was written.
     """
     if values.dtype.kind in "Mm":
-        start = np.array(0, values.dtype)
-        kept = (values - start) / np.timedelta64(1, "s")
+        kept = (values - np.array(0, values.dtype)) / np.timedelta64(1, "s")
     else:
         kept = values.astype(np.float64)
     if values.dtype.kind in "iuMm":

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from hf_liere.reading.files import UnreadableError, reason
+from hf_liere.reading.files import UnreadableError, naming
 from hf_liere.reading.pictures import develop, pixels
 from training.common.arguments import SampleArguments, flag
 from training.common.records import write_text
@@ -78,16 +78,10 @@ class Detections:
         image_id = self.image_ids[index]
         entry = self.coco.imgs[image_id]
         name, size = entry["file_name"], (entry.get("width"), entry.get("height"))
-        try:
-            with Image.open(self.folder / name) as image:
-                # Boxes may be those of a picture that lies on its side as it is stored: its size in the json tells.
-                is_stored = image.size == size != size[::-1] and image.getexif().get(Base.Orientation, 1) > 4
-                picture = pixels(develop(image, turn=not is_stored))
-        except UnreadableError as error:
-            raise UnreadableError(f"The picture {name} has {error}.") from None
-        except Exception as error:
-            # Decoders raise errors of any class for broken files.
-            raise UnreadableError(f"The picture {name} cannot be read ({reason(error)}).") from error
+        with naming(f"The picture {name}", " has ", " cannot be read"), Image.open(self.folder / name) as image:
+            # Boxes may be those of a picture that lies on its side as it is stored: its size in the json tells.
+            is_stored = image.size == size != size[::-1] and image.getexif().get(Base.Orientation, 1) > 4
+            picture = pixels(develop(image, turn=not is_stored))
         objects = [entry for entry in self.coco.imgToAnns[image_id] if is_trained(entry)]
         boxes = np.array([entry["bbox"] for entry in objects], np.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]

@@ -8,7 +8,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hf_liere.errors import InputError
-from hf_liere.reading.files import UnreadableError, reason
+from hf_liere.reading.files import UnreadableError, naming
 from hf_liere.reading.pictures import GREY_MODES, develop, pixels
 from training.common.arguments import DataArguments
 from training.data.arrows import Arrows
@@ -73,24 +73,18 @@ class DecodedImages:
 
     def decode(self, encoded: dict | None, row: int) -> np.ndarray:
         """Decodes an image to (height, width, num_channels). Error messages name its file or `row`."""
-        try:
+        if encoded and encoded.get("path") and encoded.get("bytes") is None:
+            place = f"The image {encoded['path']}"
+        else:
+            place = f"The image in row {row}, column {self.image_column!r},"
+        with naming(place, " has ", " cannot be decoded"):
             image = datasets.Image().decode_example(encoded)
             developed = develop(image, "RGB" if self.num_channels == 3 else "L")
             if self.num_channels == 1 and image.mode not in GREY_MODES:
                 raise UnreadableError(
-                    f"mode {image.mode}, but the model takes num_channels=1; accepted: grey images or --num_channels 3"
+                    f"mode {image.mode}, but the model takes num_channels=1; accepted: grey images or --num_channels 3."
                 )
-        except UnreadableError as error:
-            raise UnreadableError(f"{self._place(encoded, row)} has {error}.") from None
-        except Exception as error:
-            # Decoders raise errors of any class for broken files.
-            raise UnreadableError(f"{self._place(encoded, row)} cannot be decoded ({reason(error)}).") from error
-        return pixels(developed)
-
-    def _place(self, encoded: dict | None, row: int) -> str:
-        if encoded and encoded.get("path") and encoded.get("bytes") is None:
-            return f"The image {encoded['path']}"
-        return f"The image in row {row}, column {self.image_column!r},"
+            return pixels(developed)
 
 
 def load_images(arguments: DataArguments, request: DataRequest) -> LabelledImages:

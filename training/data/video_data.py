@@ -171,12 +171,10 @@ def _open_clips(
 
 
 def _drop_short(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[tuple[Clip, int]]:
-    chosen = []
-    for clip, label in clips:
+    for clip, _ in clips:
         if len(clip) < needed:
             logger.warning(f"Left out: {clip.name}: has {len(clip)} frames; a clip needs {needed}.")
-        else:
-            chosen.append((clip, label))
+    chosen = [(clip, label) for clip, label in clips if len(clip) >= needed]
     if not chosen:
         raise InputError(f"None of the {part} clips can be read and has {needed} frames.")
     return chosen
@@ -215,12 +213,8 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
         for part, split in parts.items()
     }
     # In sorted order, the first --max_train_samples clips would belong to one class.
-    return {part: _shuffle(entries) for part, entries in files.items()}, ordered
-
-
-def _shuffle(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
-    order = np.random.default_rng(0).permutation(len(entries))
-    return [entries[index] for index in order]
+    orders = {part: np.random.default_rng(0).permutation(len(entries)) for part, entries in files.items()}
+    return {part: [files[part][index] for index in order] for part, order in orders.items()}, ordered
 
 
 def _split_files(arguments: VideoDataArguments, request: DataRequest) -> tuple[Files, list[str]]:
