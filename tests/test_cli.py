@@ -23,7 +23,6 @@ from hf_liere.conversion import sources as conversion_sources
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.upgrades import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from training.common.arguments import ModelArguments
 from training.engine.model_setup import checkpoint_config, resolve_config
 from training.playground.predictions import Classifier, find_checkpoints
@@ -57,12 +56,15 @@ def test_a_refused_checkpoint_is_one_line_on_stderr(tmp_path, capsys):
 def test_convert_declares_the_options_that_the_converters_take():
     """The table of the parser, which may not import the converters, against the converters."""
     assert SOURCES == conversion_sources.SOURCES
-    sizes = {name: ENCODING_TRAITS[name].block_sizes.default for name in LEARNED_ENCODINGS}
-    assert list(UPGRADED_ENCODINGS.items()) == list(sizes.items())
+    assert tuple(LEARNED_ENCODINGS) == UPGRADED_ENCODINGS
+    kinds = {
+        name: [kind for group in text.split("; ") for kind in group.partition(":")[0].split(", ")]
+        for name, text in CONVERT_OPTIONS.items()
+    }
     for source in SOURCES:
-        declared = [name for name, accepted in CONVERT_OPTIONS.items() if any(source in kinds for kinds in accepted)]
+        declared = [name for name in kinds if source in kinds[name]]
         assert declared == sorted(conversion_sources.CONVERTERS[source].options())
-    assert not {source for kinds in CONVERT_OPTIONS.values() for group in kinds for source in group} - set(SOURCES)
+    assert set().union(*kinds.values()) == set(SOURCES)
 
 
 def test_help_names_every_option_and_what_it_accepts(capsys):
