@@ -7,6 +7,7 @@ file may repeat them or add what no record contains; contradictions are refused.
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ from .run_records import (
 # `hf-liere convert` writes this file, the only record of where the weights come from.
 CONVERSION_FILE = "conversion.json"
 PROCESSOR_CONFIGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-COST_FIELDS = ("train_images_per_second", "train_runtime")
+COST_FIELDS = ("train_images_per_second", "train_runtime", "parameters")
+# Facts that records may contradict, but that no card takes from them.
+CONFIRMED = ("base_model", "converted_from")
 # Fields that an evaluation may set without changing what the model computes.
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
 # Beside the name, these fields decide whether two descriptions are of the same data.
 DATA_DETAILS = ("config", "split", "files")
+THERE = "the folder"
 
 
 def facts_of_run(
@@ -55,12 +59,13 @@ def facts_of_run(
             contradict the checkpoint or its records; the message lists each such fact.
     """
     checkpoint, run = describe_checkpoint(saved), read_record(saved, RUN_FILE)
+    model = checkpoint["model"]
     known = copy.deepcopy(facts) or Facts(title=title or saved.folder.resolve().name, encoding=checkpoint["encoding"])
     _add_conversion(known, saved)
     own = result_of_run(saved, progress["metrics"] or {}) if progress else result_of_run(saved)
     measured = _read_evaluations(saved, own, evaluations, checkpoint)
-    found = checkpoint | _facts_of_records(saved, run, measured)
-    if differing := find_contradictions(known, saved, checkpoint, found, measured):
+    recorded = _everything_recorded(saved, checkpoint, run, measured)
+    if differing := find_contradictions(known, recorded, measured):
         raise FactsError(
             f"The facts of {known.title!r} contradict {saved}: {'; '.join(differing)}. Correct the facts or leave "
             "them out; accepted are facts that agree, or that checkpoint and records do not contain."
@@ -69,21 +74,19 @@ def facts_of_run(
     known.results = measured + [result for result in known.results if input_key(result) not in inputs]
     for result in known.results:
         _require_weights(result, saved.digest)
-    found["model"] = _select(found["model"], MODEL_FIELDS)
-    found["cost"] = {**(found["cost"] if run else known.cost), "parameters": saved.parameters}
-    for name, value in found.items():
-        setattr(known, name, value)
+    shown = {name: value for name, value in recorded.items() if name not in CONFIRMED}
+    shown |= {"model": _select(model, MODEL_FIELDS), "cost": known.cost | recorded["cost"]}
     if run:
+        shown |= {"recipe": recipe_of_run(run), "cost": _select(recorded["cost"], COST_FIELDS)}
+        if not isinstance(recorded["environment"].get("libraries"), dict):
+            shown["environment"] = {}
         # These fields describe a planned recipe, not the run.
-        known.recipe_source, known.dataset = None, None
-    known.progress = progress
-    known.has_processor = any(map(saved.has, PROCESSOR_CONFIGS))
-    if checkpoint["model"].get("num_labels", 6) <= 5:
+        shown |= {"recipe_source": None, "dataset": None}
+    if model.get("num_labels", 6) <= 5:
         for result in known.results:
             for name in ("top5_accuracy", "top5_accuracy_low", "top5_accuracy_high"):
                 result.pop(name, None)
-    known.__post_init__()
-    return known
+    return replace(known, **shown, progress=progress, has_processor=any(map(saved.has, PROCESSOR_CONFIGS)))
 
 
 def _add_conversion(facts: Facts, saved: SavedModel) -> None:
@@ -126,94 +129,69 @@ def _require_weights(result: Mapping[str, Any], weights: str) -> None:
         )
 
 
-def _facts_of_records(saved: SavedModel, run: Mapping[str, Any], measured: list[dict]) -> dict[str, Any]:
-    found: dict[str, Any] = {"weights": saved.digest, "cost": {}}
-    if measured:
-        found["evaluation_data"] = measured[0]["data"]
-    if run:
-        metrics, training = read_record(saved, "all_results.json"), record_group(run, "training")
-        found["recipe"] = recipe_of_run(run)
-        found["training_data"] = data_of_run(run, "train")
-        found["seeds"] = [training["seed"]] if "seed" in training else []
-        environment = read_record(saved, "environment.json")
-        found["environment"] = environment if isinstance(environment.get("libraries"), dict) else {}
-        found["cost"] = _select(metrics, COST_FIELDS)
-    return found
-
-
-def find_contradictions(
-    facts: Facts, saved: SavedModel, checkpoint: Mapping[str, Any], found: Mapping[str, Any], measured: list[dict]
-) -> list[str]:
-    """
-    Every fact that contradicts a checkpoint or the records beside it, with both values.
-
-    Args:
-        checkpoint: See [`run_records.describe_checkpoint`].
-        found: Facts of the records.
-        measured: The evaluations for the card.
-    """
-    model = checkpoint["model"]
-    differing = _differences({"position_encoding": facts.encoding}, {"position_encoding": checkpoint["encoding"]})
-    for name in ("architecture", "class_names"):
-        if getattr(facts, name) and name in checkpoint:
-            differing += _differences({name: getattr(facts, name)}, {name: checkpoint[name]})
-    differing += _differences(facts.model, model)
-    for name, value in facts.model.items():
-        if name not in model:
-            differing.append(f"{name} is {value!r} in the facts, and the checkpoint has no such field")
-    stated = {"parameters": facts.cost.get("parameters"), "weights": facts.weights}
-    differing += _differences(_select(stated), {"parameters": saved.parameters, "weights": saved.digest})
-    differing += _contradictions_with_run(facts, saved, model)
-    differing += _contradictions_with_data(facts, model, found)
+def find_contradictions(facts: Facts, recorded: Mapping[str, Any], measured: list[dict]) -> list[str]:
+    """Every fact that contradicts what is recorded, or an evaluation for the card, with both values."""
+    model, of_data = recorded["model"], ("training_data", "evaluation_data")
+    stated = {name: value for name, value in vars(facts).items() if value and name not in of_data}
+    differing = _differences(stated, recorded)
+    differing += [
+        f"{name} is {value!r} in the facts, and the checkpoint has no such field"
+        for name, value in facts.model.items()
+        if name not in model
+    ]
+    differing += _contradictions_with_data(facts, recorded)
     for result in facts.results:
         at = f" at {format_inputs(result)}"
         for other in measured:
             if input_key(other) == input_key(result):
-                stated, known = (
+                ours, theirs = (
                     {name + at: value for name, value in one.items() if name != "data"} for one in (result, other)
                 )
-                differing += _differences(stated, known, "the records")
+                differing += _differences(ours, theirs)
     return list(dict.fromkeys(differing))
 
 
-def _contradictions_with_run(facts: Facts, saved: SavedModel, model: Mapping[str, Any]) -> list[str]:
-    if not (run := read_record(saved, RUN_FILE)):
-        return []
-    training, metrics = record_group(run, "training"), read_record(saved, "all_results.json")
-    environment = read_record(saved, "environment.json")
-    settings = {**model, **record_group(run, "data"), **record_group(run, "augmentation"), **training}
+def _everything_recorded(
+    saved: SavedModel, checkpoint: Mapping[str, Any], run: Mapping[str, Any], measured: list[dict]
+) -> dict[str, Any]:
+    """What a checkpoint and its records say, by the names of [`Facts`], also where a card shows only a part."""
+    recorded: dict[str, Any] = {**checkpoint, "weights": saved.digest, "cost": {"parameters": saved.parameters}}
+    if measured:
+        recorded["evaluation_data"] = measured[0]["data"]
+    if not run:
+        return recorded
+    training, environment = record_group(run, "training"), read_record(saved, "environment.json")
+    metrics, start = read_record(saved, "all_results.json"), run.get("model_name_or_path")
+    recipe = {**checkpoint["model"], **record_group(run, "data"), **record_group(run, "augmentation"), **training}
     if (training.get("max_steps") or 0) > 0 and "epoch" in metrics:
-        settings["num_train_epochs"] = metrics["epoch"]
+        recipe["num_train_epochs"] = metrics["epoch"]
     if "per_device_train_batch_size" in training:
         batch = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
-        settings["total_train_batch_size"] = batch * environment.get("world_size", 1)
-    stated = {"seeds": facts.seeds or None, "environment": facts.environment, "base_model": facts.base_model}
-    known: dict[str, object] = {"seeds": [training.get("seed")], "environment": environment}
+        recipe["total_train_batch_size"] = batch * environment.get("world_size", 1)
+    recorded |= {"recipe": recipe, "environment": environment, "cost": metrics | recorded["cost"]}
+    recorded["training_data"] = data_of_run(run, "train")
+    recorded["seeds"] = [training["seed"]] if "seed" in training else []
     # Records contain only the last part of folders, so a name with a slash is on the Hub.
-    start = run.get("model_name_or_path")
     if start is None or "/" in start:
-        known["base_model"] = start
+        recorded["base_model"] = start
     if training.get("do_train"):
-        stated["converted_from"], known["converted_from"] = facts.converted_from, start
-    differing = _differences(_select(stated), known, "the records")
-    differing += _differences(facts.recipe, settings, "the records")
-    return differing + _differences({k: v for k, v in facts.cost.items() if k != "parameters"}, metrics, "the records")
+        recorded["converted_from"] = start
+    return recorded
 
 
-def _contradictions_with_data(facts: Facts, model: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    differing = []
+def _contradictions_with_data(facts: Facts, recorded: Mapping[str, Any]) -> list[str]:
+    differing, num_labels = [], recorded["model"].get("num_labels")
     unsplit = {name: value for name, value in facts.shared_data.items() if name != "split"}
     for name, stated in (
         ("training_data", facts.training_data or unsplit),
         ("evaluation_data", facts.evaluation_data or facts.shared_data),
     ):
-        if stated and found.get(name):
+        if stated and recorded.get(name):
             details = (*DATA_DETAILS, "samples")
-            differing += _data_differences(name.replace("_", " "), stated, found[name], details)
-        if stated and "num_labels" in model and stated.get("num_labels") not in (None, model["num_labels"]):
+            differing += _data_differences(name.replace("_", " "), stated, recorded[name], details)
+        if num_labels is not None and stated.get("num_labels") not in (None, num_labels):
             differing.append(
-                f"{stated['name']} of the facts has {stated['num_labels']} classes and the checkpoint "
-                f"{model['num_labels']}"
+                f"{stated['name']} of the facts has {stated['num_labels']} classes and the checkpoint {num_labels}"
             )
     return differing
 
@@ -223,7 +201,7 @@ def _data_differences(
     stated: Mapping[str, Any],
     known: Mapping[str, Any],
     details: Iterable[str],
-    there: str = "the records",
+    there: str = THERE,
     here: str = "the facts",
 ) -> list[str]:
     """Differences between two descriptions of data; a field that only one of them has does not count."""
@@ -236,7 +214,7 @@ def _data_differences(
 
 
 def _differences(
-    stated: Mapping[str, Any], known: Mapping[str, Any], there: str = "the checkpoint", here: str = "the facts"
+    stated: Mapping[str, Any], known: Mapping[str, Any], there: str = THERE, here: str = "the facts"
 ) -> list[str]:
     """A sentence for every name that has different values in both mappings; nested mappings are compared too."""
     differing = []
@@ -259,6 +237,6 @@ def _are_equal(first: Any, second: Any) -> bool:
     return values[0] == values[1]
 
 
-def _select(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The values that are not `None`, of all names or of `names`."""
-    return {name: values[name] for name in (values if names is None else names) if values.get(name) is not None}
+def _select(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The values of `names` that are not `None`."""
+    return {name: values[name] for name in names if values.get(name) is not None}

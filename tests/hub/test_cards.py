@@ -225,16 +225,16 @@ def test_facts_of_another_model_are_refused_with_every_contradiction(run, capsys
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     for contradiction in (
-        "block_size is 8 in the facts and 4 in the checkpoint",
-        "image_size is 32 in the facts and 16 in the checkpoint",
-        "hidden_size is 768 in the facts and 48 in the checkpoint",
-        "num_hidden_layers is 12 in the facts and 2 in the checkpoint",
+        "block_size is 8 in the facts and 4 in the folder",
+        "image_size is 32 in the facts and 16 in the folder",
+        "hidden_size is 768 in the facts and 48 in the folder",
+        "num_hidden_layers is 12 in the facts and 2 in the folder",
         "CIFAR-100 of the facts has 100 classes and the checkpoint 10",
-        "training data is 'CIFAR-100' in the facts and 'CIFAR-10' in the records",
-        "evaluation data is 'CIFAR-100' in the facts and 'CIFAR-10' in the records",
-        "num_train_epochs is 200 in the facts and 10 in the records",
-        "total_train_batch_size is 512 in the facts and 64 in the records",
-        "learning_rate is 0.0001 in the facts and 0.001 in the records",
+        "training data is 'CIFAR-100' in the facts and 'CIFAR-10' in the folder",
+        "evaluation data is 'CIFAR-100' in the facts and 'CIFAR-10' in the folder",
+        "num_train_epochs is 200 in the facts and 10 in the folder",
+        "total_train_batch_size is 512 in the facts and 64 in the folder",
+        "learning_rate is 0.0001 in the facts and 0.001 in the folder",
     ):
         assert contradiction in error, contradiction
     assert "patch_size" not in error and "position_encoding" not in error
@@ -258,20 +258,26 @@ AGREEING = {
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"encoding": "rope_mixed"}, "position_encoding is 'rope_mixed' in the facts and 'liere' in the checkpoint"),
+        ({"encoding": "rope_mixed"}, "encoding is 'rope_mixed' in the facts and 'liere' in the folder"),
         ({"architecture": "LieREViTModel"}, "architecture is 'LieREViTModel' in the facts"),
-        ({"model": {"num_labels": 3}}, "num_labels is 3 in the facts and 10 in the checkpoint"),
+        ({"model": {"num_labels": 3}}, "num_labels is 3 in the facts and 10 in the folder"),
         ({"model": {"depth": 3}}, "depth is 3 in the facts, and the checkpoint has no such field"),
-        ({"cost": {"parameters": 139_594}}, r"parameters is 139594 in the facts and \d+ in the checkpoint"),
-        ({"cost": {"train_runtime": 3.0}}, "train_runtime is 3.0 in the facts and 1039.2 in the records"),
-        ({"dataset": {"name": "flowers"}}, "evaluation data is 'flowers' in the facts and 'CIFAR-10' in the records"),
-        ({"training_data": {"samples": 50_000}}, "training data: samples is 50000 in the facts and 49000 in the rec"),
+        ({"cost": {"parameters": 139_594}}, r"parameters is 139594 in the facts and \d+ in the folder"),
+        ({"cost": {"train_runtime": 3.0}}, "train_runtime is 3.0 in the facts and 1039.2 in the folder"),
+        ({"dataset": {"name": "flowers"}}, "evaluation data is 'flowers' in the facts and 'CIFAR-10' in the folder"),
+        (
+            {"training_data": {"samples": 50_000}},
+            "training data: samples is 50000 in the facts and 49000 in the folder",
+        ),
         ({"evaluation_data": {"split": "train"}}, "evaluation data: split is 'train' in the facts and 'test' in the"),
-        ({"recipe": {"crop_padding": 0}}, "crop_padding is 0 in the facts and 4 in the records"),
-        ({"seeds": [0]}, r"seeds is \[0\] in the facts and \[7\] in the records"),
-        ({"environment": {"libraries": {"torch": "2.9.0"}}}, "torch is '2.9.0' in the facts and '2.15.0' in the rec"),
+        ({"recipe": {"crop_padding": 0}}, "crop_padding is 0 in the facts and 4 in the folder"),
+        ({"seeds": [0]}, r"seeds is \[0\] in the facts and \[7\] in the folder"),
+        (
+            {"environment": {"libraries": {"torch": "2.9.0"}}},
+            "torch is '2.9.0' in the facts and '2.15.0' in the folder",
+        ),
         ({"weights": "0" * 64}, "weights is '0000000"),
-        ({"base_model": "google/vit"}, "base_model is 'google/vit' in the facts and None in the records"),
+        ({"base_model": "google/vit"}, "base_model is 'google/vit' in the facts and None in the folder"),
         ({"results": [{"image_size": 16, "accuracy": 0.99}]}, "accuracy at 16 × 16 px is 0.99 in the facts and 0.625"),
     ],
 )
@@ -308,13 +314,13 @@ def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(
     assert {(one.dataset_name, one.dataset_type) for one in data.eval_results} == {("test.parquet", "custom")}
     for dataset in ("cifar10", {"name": "CIFAR-10", "files": ["test.parquet"]}):
         (tmp_path / "facts.yaml").write_text(yaml.safe_dump({"title": "T", "encoding": "liere", "dataset": dataset}))
-        with pytest.raises(FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'test.parquet' in the re"):
+        with pytest.raises(
+            FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'test.parquet' in the folder"
+        ):
             push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
     (folder / "run_config.json").unlink()
     (tmp_path / "facts.yaml").write_text("title: T\nencoding: liere\ndataset: cifar10\n")
-    with pytest.raises(
-        FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'not recorded' in the records"
-    ):
+    with pytest.raises(FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'not recorded' in the folder"):
         push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
 
 
@@ -424,7 +430,7 @@ def test_a_card_of_an_adapter(tmp_path):
     ).text
     assert 'load_rotary(AutoModel.from_pretrained("openai/clip-vit-base-patch16"), repository, revision=' in text
     assert "yu2025comrope" in text and "trust_remote_code" not in text and "adds a table" in text
-    with pytest.raises(FactsError, match="position_encoding is 'liere' in the facts and 'comrope_ld' in"):
+    with pytest.raises(FactsError, match="encoding is 'liere' in the facts and 'comrope_ld' in"):
         push_card(SavedModel(tmp_path), "me/x", Facts("A", "liere"))
 
 
