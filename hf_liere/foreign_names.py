@@ -16,41 +16,35 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 
-# Of timm, torch, MONAI, x-transformers, GPT-2 and the papers' code.
-FOREIGN_NAMES = {
-    **dict.fromkeys(("num_classes", "n_classes", "nb_classes", "num_class", "class_num"), "num_labels"),
-    **dict.fromkeys(("depth", "depths", "num_layers", "n_layers", "n_layer", "layers"), "num_hidden_layers"),
-    **dict.fromkeys(("num_encoder_layers", "num_blocks", "num_transformer_layers"), "num_hidden_layers"),
-    **dict.fromkeys(("embed_dim", "embedding_dim", "emb_dim", "dim", "d_model", "n_embd", "width"), "hidden_size"),
-    **dict.fromkeys(("hidden_dim", "model_dim", "embed_size"), "hidden_size"),
-    **dict.fromkeys(("num_heads", "n_heads", "n_head", "nhead", "heads"), "num_attention_heads"),
-    **dict.fromkeys(("dim_head", "attn_head_dim", "attention_head_dim", "d_head"), "head_dim"),
-    **dict.fromkeys(
-        ("mlp_dim", "ffn_dim", "dim_feedforward", "d_ff", "n_inner", "mlp_hidden_dim"), "intermediate_size"
-    ),
-    **dict.fromkeys(("img_size", "input_size", "resolution", "input_resolution", "image_resolution"), "image_size"),
-    **dict.fromkeys(("in_chans", "in_channels", "input_channels", "in_dim", "channels"), "num_channels"),
-    **dict.fromkeys(("encoding", "pos_embed", "pos_embed_type", "pos_encoding", "pe_type"), "position_encoding"),
-    **dict.fromkeys(("position_embedding", "position_embedding_type", "rope_type"), "position_encoding"),
-    **dict.fromkeys(("drop_path", "stochastic_depth", "stochastic_depth_prob"), "drop_path_rate"),
-    **dict.fromkeys(
-        ("dropout", "dropout_rate", "drop_rate", "proj_drop_rate", "hidden_dropout"), "hidden_dropout_prob"
-    ),
-    **dict.fromkeys(
-        ("attn_drop", "attn_drop_rate", "attention_dropout", "attn_dropout"), "attention_probs_dropout_prob"
-    ),
-    **dict.fromkeys(("mlp_dropout", "ffn_dropout"), "mlp_dropout_prob"),
-    **dict.fromkeys(("patch_drop", "patch_drop_rate", "patch_dropout"), "patch_dropout_prob"),
-    **dict.fromkeys(("init_values", "layer_scale", "layerscale", "layer_scale_init_value"), "layerscale_value"),
-    **dict.fromkeys(("act_layer", "activation", "activation_function", "hidden_activation"), "hidden_act"),
-    **dict.fromkeys(("class_token", "cls_token", "use_cls_token"), "use_class_token"),
-    **dict.fromkeys(("reg_tokens", "register_tokens", "num_registers", "num_reg_tokens"), "num_register_tokens"),
-    **dict.fromkeys(("global_pool", "pool", "pool_type"), "pooling"),
-    **dict.fromkeys(("block", "blocks", "generator_dim", "block_dim"), "block_size"),
-    **dict.fromkeys(("theta", "base", "rope_base", "rotary_base"), "rope_theta"),
-    **dict.fromkeys(("frames", "n_frames", "clip_length"), "num_frames"),
-    **dict.fromkeys(("t_patch_size", "temporal_patch_size"), "tubelet_size"),
+# Of timm, torch, MONAI, x-transformers, GPT-2 and the papers' code, by the name of ours.
+NAMES = {
+    "num_labels": "num_classes n_classes nb_classes num_class class_num",
+    "num_hidden_layers": "depth depths num_layers n_layers n_layer layers num_encoder_layers num_blocks "
+    "num_transformer_layers",
+    "hidden_size": "embed_dim embedding_dim emb_dim dim d_model n_embd width hidden_dim model_dim embed_size",
+    "num_attention_heads": "num_heads n_heads n_head nhead heads",
+    "head_dim": "dim_head attn_head_dim attention_head_dim d_head",
+    "intermediate_size": "mlp_dim ffn_dim dim_feedforward d_ff n_inner mlp_hidden_dim",
+    "image_size": "img_size input_size resolution input_resolution image_resolution",
+    "num_channels": "in_chans in_channels input_channels in_dim channels",
+    "position_encoding": "encoding pos_embed pos_embed_type pos_encoding pe_type position_embedding "
+    "position_embedding_type rope_type",
+    "drop_path_rate": "drop_path stochastic_depth stochastic_depth_prob",
+    "hidden_dropout_prob": "dropout dropout_rate drop_rate proj_drop_rate hidden_dropout",
+    "attention_probs_dropout_prob": "attn_drop attn_drop_rate attention_dropout attn_dropout",
+    "mlp_dropout_prob": "mlp_dropout ffn_dropout",
+    "patch_dropout_prob": "patch_drop patch_drop_rate patch_dropout",
+    "layerscale_value": "init_values layer_scale layerscale layer_scale_init_value",
+    "hidden_act": "act_layer activation activation_function hidden_activation",
+    "use_class_token": "class_token cls_token use_cls_token",
+    "num_register_tokens": "reg_tokens register_tokens num_registers num_reg_tokens",
+    "pooling": "global_pool pool pool_type",
+    "block_size": "block blocks generator_dim block_dim",
+    "rope_theta": "theta base rope_base rotary_base",
+    "num_frames": "frames n_frames clip_length",
+    "tubelet_size": "t_patch_size temporal_patch_size",
 }
+FOREIGN_NAMES = {name: ours for ours, names in NAMES.items() for name in names.split()}
 
 
 def warn_of_names(config: Any, given: Mapping[str, Any]) -> None:
