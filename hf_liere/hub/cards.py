@@ -88,12 +88,10 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         folder: Folder of a checkpoint that is not on the Hub; the card's code then needs this package.
     """
     common = common_facts()
-    assert FOLDER is not None, "common_facts read it"
     encoding = common["encodings"][facts.encoding]
     kind = "LieREVideoForVideoClassification" if "num_frames" in facts.model else "LieREViTForImageClassification"
     architecture = facts.architecture or kind
-    if facts.architecture is None:
-        facts = replace(facts, architecture=kind)
+    facts = replace(facts, architecture=architecture)
     video = "num_frames" in facts.model or "Video" in architecture
     data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.shared_data]
     hub_ids = list(dict.fromkeys(one["hub_id"] for one in data if one.get("hub_id")))

@@ -5,13 +5,13 @@ Nothing in a repository is executed here: its files are read, and our own class 
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..models.saved_code import find_code
+from ..models.saved_code import find_code, read_references
 from ..storage.client import HubError
 from ..storage.saved_model import CONFIG, WEIGHTS_INDEX, SavedModel, files_by_name, first_line
 from .staging import REPLACED
@@ -25,10 +25,10 @@ def require_known_code(theirs: SavedModel, known: Sequence[SavedModel], place: s
     Raises:
         HubError: naming the files of code that this known folder lacks or that differ.
     """
-    for path, references in _references(theirs):
+    for name, references in _references(theirs.folder).items():
         if foreign := [reference for reference in references if "--" in reference]:
             raise HubError(
-                f"{path} of {place} refers to code of another repository, {', '.join(foreign)}; accepted: code beside "
+                f"{name} of {place} refers to code of another repository, {', '.join(foreign)}; accepted: code beside "
                 "it. None of it was run."
             )
     # transformers also looks for code in the folders of a repository.
@@ -47,26 +47,9 @@ def require_known_code(theirs: SavedModel, known: Sequence[SavedModel], place: s
     return nearest
 
 
-def _references(saved: SavedModel) -> Iterator[tuple[Path, list[str]]]:
+def _references(folder: Path) -> dict[str, list[str]]:
     """The classes that transformers would import, by json file of a folder."""
-    for name, path in files_by_name(saved.folder).items():
-        if path.suffix != ".json":
-            continue
-        try:
-            content = saved.read_json(name)
-        except ValueError:
-            # transformers cannot read it either.
-            continue
-        parts = [content.get("auto_map"), content.get("custom_pipelines")]
-        yield Path(name), [text for part in parts for text in _strings(part)]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
+    return {name: read_references(path) for name, path in files_by_name(folder).items() if path.suffix == ".json"}
 
 
 def require_same_weights(ours: SavedModel, theirs: SavedModel, place: str) -> None:
@@ -124,9 +107,9 @@ def obsolete_files(names: Iterable[str], pushed: Collection[str], theirs: SavedM
     others = [name for name in names if name not in pushed]
     replaced: set[str] = set()
     used: set[str] = set()
-    for path, references in _references(theirs):
-        if len(path.parts) == 1:
-            stays = path.name in others and not REPLACED.search(path.name)
+    for settings, references in _references(theirs.folder).items():
+        if "/" not in settings:
+            stays = settings in others and not REPLACED.search(settings)
             (used if stays else replaced).update(path.name for path in find_code(references, theirs.folder))
     return [name for name in others if REPLACED.search(name) or name in replaced - used]
 

@@ -41,7 +41,7 @@ MODEL_FIELDS = (
 DATA_FIELDS = ("name", "type", "hub_id", "config", "split", "files", "samples", "num_labels", "description", "terms")
 # The folder is beside the package in a checkout, and inside it in a wheel.
 _HERE = Path(__file__).resolve().parents[1]
-FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)
+FOLDER = (_HERE if (_HERE / "model_cards").is_dir() else _HERE.parent) / "model_cards"
 
 
 class FactsError(InputError):
@@ -170,8 +170,6 @@ def _is_number(value: Any) -> bool:
 
 def common_facts() -> dict[str, dict]:
     """The shared part of the facts files: encodings, papers and data sets."""
-    if FOLDER is None:
-        raise FactsError(f"No folder model_cards in or beside {_HERE}; it belongs to the package.")
     return yaml.safe_load((FOLDER / "common.yaml").read_text(encoding="utf-8"))
 
 
@@ -183,10 +181,10 @@ def load_facts(path: str | Path) -> Facts:
         FactsError: for a missing or unreadable file, an unknown key or a value out of range.
     """
     path = Path(path)
-    if not path.is_file() and FOLDER is not None and (FOLDER / f"{path.name}.yaml").is_file():
+    if not path.is_file() and (FOLDER / f"{path.name}.yaml").is_file():
         path = FOLDER / f"{path.name}.yaml"
     if not path.is_file():
-        known = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "common") if FOLDER else []
+        known = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "common")
         raise FactsError(f"No facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -306,17 +306,12 @@ def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> 
             reason = "\n".join(process.stderr.strip().splitlines()[-3:])
             raise HubError(f"{published.url} does not load: {reason}")
         theirs = load_file(output)
-    ours = reload_check.outputs(model)
-    different = [name for name in ours.keys() | theirs.keys() if not _are_close(ours.get(name), theirs.get(name))]
-    if different:
-        raise HubError(f"{published.url} gives other outputs than the model here: {different}.")
+    try:
+        torch.testing.assert_close(theirs, reload_check.outputs(model), **SAME_OUTPUTS)
+    except AssertionError as error:
+        found = " ".join(str(error).split())
+        raise HubError(f"{published.url} gives other outputs than the model here: {found}") from None
     return replace(published, reloaded=True)
-
-
-def _are_close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    if first is None or second is None:
-        return False
-    return first.shape == second.shape and torch.allclose(first, second, **SAME_OUTPUTS)
 
 
 def verify(

@@ -103,10 +103,10 @@ def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -
     if not metrics:
         return None
     run = read_record(saved, RUN_FILE)
-    condition = record_group(run, "condition")
-    changed = {name: condition.get(name) for name in ("evaluation_shuffle", "evaluation_offset")}
-    if any(value not in (None, "none", 0) for value in changed.values()):
-        shown = ", ".join(f"{name} {value}" for name, value in changed.items() if value not in (None, "none", 0))
+    condition, unchanged = record_group(run, "condition"), (None, "none", 0)
+    names = [name for name in ("evaluation_shuffle", "evaluation_offset") if condition.get(name) not in unchanged]
+    if names:
+        shown = ", ".join(f"{name} {condition[name]}" for name in names)
         raise FactsError(f"{saved} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")
     data, samples = data_of_run(run, "evaluation"), metrics.get("eval_samples")
     samples = (data or {}).get("samples") if samples is None else samples

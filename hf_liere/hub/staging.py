@@ -30,7 +30,7 @@ from ..storage.saved_model import (
     require_own_file,
 )
 from .cards import PICTURE
-from .checked_facts import CONVERSION_FILE
+from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS
 from .secrets import find_named_secret, readings
 
 
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from kingfisher_sdk import Scanner
 
 PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+    *PROCESSOR_CONFIGS,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -115,13 +115,15 @@ def find_replaced(folder: Path, settings_file: str, new: Path) -> list[Path]:
 
 
 def read_references(settings: Path) -> list[str]:
-    """What `auto_map` of a json file names."""
+    """The classes that transformers would import for a json file."""
     try:
-        named = json.loads(settings.read_text("utf-8")).get("auto_map") or {}
-        places = [place for value in named.values() for place in (value if isinstance(value, list) else [value])]
-    except (AttributeError, OSError, ValueError):
+        content = json.loads(settings.read_text("utf-8"))
+        values = [content.get("auto_map"), content.get("custom_pipelines")]
+    except (AttributeError, OSError, RecursionError, ValueError):
         return []
-    return [place for place in places if isinstance(place, str)]
+    for value in values:  # Also those that it adds.
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value for value in values if isinstance(value, str)]
 
 
 def find_code(references: Iterable[str], folder: Path) -> set[Path]:

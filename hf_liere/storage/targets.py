@@ -10,13 +10,6 @@ from pathlib import Path
 from ..errors import InputError
 
 
-def require_new_directory(output: str | os.PathLike) -> None:
-    """Raise `FileExistsError` if `output` exists and is not an empty directory."""
-    output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} exists already and is not an empty directory.")
-
-
 @contextmanager
 def new_directory(output: str | os.PathLike) -> Iterator[Path]:
     """
@@ -27,7 +20,8 @@ def new_directory(output: str | os.PathLike) -> Iterator[Path]:
         InputError: if nothing can be written beside it.
     """
     output = Path(output)
-    require_new_directory(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"{output} exists already and is not an empty directory.")
     with _temporary_folder(output) as partial:
         yield partial
         # mkdtemp makes folders that only their owner can read.
