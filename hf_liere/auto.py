@@ -12,7 +12,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 from . import bundles, foreign_names
 from .libraries import library_of
 from .models.patched import modeling_patched
-from .models.patched.modeling_patched import PREFIX, auto_classes, rotary_class, rotary_config
+from .models.patched.modeling_patched import PREFIX, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
 from .models.saved_code import SavesItsCode
 from .models.transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
@@ -33,25 +33,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-MODELS: dict[type[transformers.PreTrainedConfig], dict[Any, type[transformers.PreTrainedModel]]] = {
-    LieREViTConfig: {
-        AutoModel: modeling_liere.LieREViTModel,
-        transformers.AutoModelForImageClassification: modeling_liere.LieREViTForImageClassification,
-        transformers.AutoModelForMaskedImageModeling: modeling_liere_heads.LieREViTForMaskedImageModeling,
-        transformers.AutoBackbone: modeling_liere_heads.LieREViTBackbone,
-    },
-    LieREVideoConfig: {
-        AutoModel: modeling_liere_video.LieREVideoModel,
-        transformers.AutoModelForVideoClassification: modeling_liere_video.LieREVideoForVideoClassification,
-    },
-    LieRETokensConfig: {
-        AutoModel: modeling_liere_tokens.LieRETokensModel,
-        transformers.AutoModelForSequenceClassification: modeling_liere_tokens.LieRETokensForSequenceClassification,
-        transformers.AutoModelForTokenClassification: modeling_liere_tokens.LieRETokensForTokenClassification,
-    },
-}
-
-
+CONFIGS = (LieREViTConfig, LieREVideoConfig, LieRETokensConfig)
+# The modules with the models that their `_auto_map` names.
+MODULES = (modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video, modeling_patched)
 # peft's names of tasks whose models have heads that a base may lack.
 HEADS = {
     "SEQ_CLS": transformers.AutoModelForSequenceClassification,
@@ -88,10 +72,10 @@ def register() -> None:
     SavesItsCode.make_code = staticmethod(bundles.make_code)
     LieREConfig.warn_of_names = foreign_names.warn_of_names
     LieREConfig.check_names = foreign_names.check_names
-    for config_class, models in MODELS.items():
+    for config_class in CONFIGS:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        for auto_class, model_class in models.items():
-            auto_class.register(config_class, model_class, exist_ok=True)
+        for auto_class, model in models_of(config_class).items():
+            getattr(transformers, auto_class).register(config_class, model, exist_ok=True)
     for family in model_types():
         model_type = f"{TYPE_PREFIX}{family}"
         if model_type not in CONFIG_MAPPING:
@@ -108,6 +92,13 @@ def register() -> None:
         AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
 
 
+def models_of(config_class: type[transformers.PreTrainedConfig]) -> dict[str, type[transformers.PreTrainedModel]]:
+    """The model of each Auto class, by its name, for a configuration class; empty if the class is not ours."""
+    places = getattr(config_class, "_auto_map", {})
+    names = {auto: place.rpartition(".")[2] for auto, place in places.items() if auto != "AutoConfig"}
+    return {auto: next(getattr(one, name) for one in MODULES if hasattr(one, name)) for auto, name in names.items()}
+
+
 def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
     """
     Our model class with this name, as in `architectures` of a saved configuration.
@@ -115,7 +106,7 @@ def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
     Raises:
         ValueError: if no model of ours has this name.
     """
-    classes = {cls.__name__: cls for models in MODELS.values() for cls in models.values()}
+    classes = {cls.__name__: cls for config_class in CONFIGS for cls in models_of(config_class).values()}
     if architecture in classes:
         return classes[architecture]
     made = getattr(modeling_patched, str(architecture), None) if str(architecture).startswith(PREFIX) else None
@@ -125,14 +116,6 @@ def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
             "name of a model of transformers."
         )
     return made
-
-
-def models_of(config_class: type[transformers.PreTrainedConfig]) -> dict[Any, type[transformers.PreTrainedModel]]:
-    """The model of each Auto class for a configuration class; empty if the class is not ours."""
-    if config_class in MODELS or not config_class.__name__.startswith(PREFIX):
-        return MODELS.get(config_class, {})
-    autos = auto_classes(config_class.plain_class)
-    return {getattr(transformers, name): rotary_class(model) for name, model in autos.items()}
 
 
 def load_checkpoint(
@@ -214,7 +197,7 @@ def _refuse_adapter(checkpoint: str | os.PathLike) -> None:
 
 def model_types() -> list[str]:
     """The model types of transformers itself."""
-    own = {config_class.model_type for config_class in MODELS}
+    own = {config_class.model_type for config_class in CONFIGS}
     return [name for name in CONFIG_MAPPING if name not in own and not name.startswith(TYPE_PREFIX)]
 
 

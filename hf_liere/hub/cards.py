@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..auto import model_class, models_of
+from ..auto import model_class
 from ..errors import require_libraries
 from ..libraries import library_of
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
@@ -187,8 +187,8 @@ def _auto_class(architecture: str) -> str | None:
     # AutoBackbone accepts only configurations.
     if architecture == "adapter" or "Backbone" in architecture:
         return None
-    models = models_of(model_class(architecture).config_class)
-    return next((auto_class.__name__ for auto_class, cls in models.items() if cls.__name__ == architecture), None)
+    places = model_class(architecture).config_class._auto_map
+    return next((name for name, place in places.items() if place.endswith(f".{architecture}")), None)
 
 
 def _task(architecture: str) -> str | None:

@@ -140,7 +140,7 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise InputError(f"{name} has no configuration that can be read: {first_line(error)}") from error
-    model_class = models_of(type(config)).get(AutoModelForImageClassification)
+    model_class = models_of(type(config)).get("AutoModelForImageClassification")
     if model_class is None or model_class.__name__ not in (config.architectures or []):
         held = ", ".join(config.architectures or []) or config.model_type
         raise InputError(
