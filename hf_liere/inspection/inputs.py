@@ -191,7 +191,7 @@ def read_file(
     except MissingLibraryError:
         raise
     except UnreadableError as error:
-        raise InspectionError(str(error) if path.name in str(error) else f"{path.name} has {error}.") from error
+        raise InspectionError(str(error) if path.name in str(error) else f"{path.name} has {error}") from error
     except Exception as error:
         # Decoders raise errors of many types for broken files.
         raise InspectionError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error

@@ -8,7 +8,6 @@
   requires an older numpy than torch.
 """
 
-import zipfile
 from decimal import Decimal
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ..errors import InputError
-from .files import reason
+from .files import UnreadableError, naming
 
 
 LENGTHS = "lengths"
@@ -40,12 +39,8 @@ def read_columns(name: str, wanted: set[str]) -> Columns:
         raise InputError(f"{name}: files of type {path.suffix!r} are not read; accepted: {', '.join(readers)}.")
     if not path.is_file():
         raise InputError(f"There is no file {name!r}.")
-    try:
+    with naming(path.name):
         return readers[path.suffix](path, wanted)
-    except InputError:
-        raise
-    except (OSError, ValueError, zipfile.BadZipFile, pyarrow.ArrowException) as error:
-        raise InputError(f"{name} cannot be read ({reason(error)}).") from error
 
 
 def _read_npz(path: Path, wanted: set[str]) -> Columns:
@@ -55,14 +50,14 @@ def _read_npz(path: Path, wanted: set[str]) -> Columns:
         for name in arrays:
             array = arrays[name] if name in wanted else np.empty(0)
             if array.ndim == 0:
-                raise InputError(f"{path.name}: {name!r} is a single value; accepted: an array of samples.")
+                raise UnreadableError(f"{name!r} is a single value; accepted: an array of samples.")
             if lengths is None or name not in wanted or len(array) == len(lengths):
                 columns[name] = list(array)
             elif len(array) == lengths.sum():
                 columns[name] = np.split(array, np.cumsum(lengths)[:-1])
             else:
-                raise InputError(
-                    f"{path.name}: {name!r} has {len(array)} entries; accepted are {len(lengths)}, one per sample, and "
+                raise UnreadableError(
+                    f"{name!r} has {len(array)} entries; accepted are {len(lengths)}, one per sample, and "
                     f"{lengths.sum()}, the sum of {LENGTHS!r}."
                 )
         return columns
@@ -81,9 +76,9 @@ def _read_parquet(path: Path, wanted: set[str]) -> Columns:
                 is_decimal = is_nested and isinstance(cell.flat[0] if cell.size else None, Decimal)
                 columns[name].append(cell.astype(np.float64) if is_decimal else cell)
             except ValueError:
-                raise InputError(
-                    f"{path.name}, row {row}: the lists in {name!r} have different lengths; accepted: a list with one "
-                    "entry, or one list of equal length, per token."
+                raise UnreadableError(
+                    f"row {row}: the lists in {name!r} have different lengths; accepted: a list with one entry, or one "
+                    "list of equal length, per token."
                 ) from None
     return columns
 
@@ -136,20 +131,20 @@ def _read_ts(path: Path, wanted: set[str]) -> Columns:
             header[key.lower()] = value.strip()
             continue
         if "data" not in header or not header.get("classlabel", "").lower().startswith("true"):
-            raise InputError(f"{path.name}, line {number}: there is no '@classLabel true …' and '@data' before it.")
+            raise UnreadableError(f"line {number}: there is no '@classLabel true …' and '@data' before it.")
         if header.get("timestamps", "false").lower() != "false":
-            raise InputError(f"{path.name} has time stamps; accepted: series of values at equal intervals.")
+            raise UnreadableError("has time stamps; accepted: series of values at equal intervals.")
         *channels, label = line.split(":")
         try:
             series = [[float(value) for value in channel.split(",")] for channel in channels]
         except ValueError as error:
-            raise InputError(f"{path.name}, line {number}: {error}; accepted: numbers.") from None
+            raise UnreadableError(f"line {number}: {error}; accepted: numbers.") from None
         for text, values in zip((channel.split(",") for channel in channels), series):
             if max(map(abs, values)) > EXACT and len(set(values)) < len(set(map(Decimal, text))):
                 lost = len(set(map(Decimal, text))) - len(set(values))
-                raise InputError(f"{path.name}, line {number}: float64 cannot tell {lost} values from others.")
+                raise UnreadableError(f"line {number}: float64 cannot tell {lost} values from others.")
         if len({len(channel) for channel in series}) != 1:
-            raise InputError(f"{path.name}, line {number}: the dimensions of a series have different lengths.")
+            raise UnreadableError(f"line {number}: the dimensions of a series have different lengths.")
         features.append(np.array(series).T)  # (tokens, features)
         labels.append(label.strip())
     return {"features": features, "labels": labels}

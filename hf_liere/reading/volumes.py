@@ -91,11 +91,10 @@ def volume_spacing(path: Path) -> tuple[float, float, float]:
     """Distances of slices, rows and columns, in mm for scans. Raises [`UnreadableError`] if the file lacks them."""
     if has_suffix(path, (".npz",)):
         with np.load(path, allow_pickle=False) as arrays:
-            if SPACING not in arrays.files:
-                raise UnreadableError(f"has no voxel spacing; accepted: an npz with an array {SPACING!r}.")
-            return check_spacing(arrays[SPACING].reshape(-1).tolist())
+            if SPACING in arrays.files:
+                return check_spacing(arrays[SPACING].reshape(-1).tolist())
     if not is_scan(path):
-        raise UnreadableError("has no voxel spacing; accepted: NIfTI, DICOM, and npz files with an array 'spacing'.")
+        raise UnreadableError(f"has no voxel spacing; accepted: NIfTI, DICOM, and npz files with an array {SPACING!r}.")
     from nibabel.affines import voxel_sizes
 
     scan = _scan(path, pixels=False)

@@ -94,7 +94,7 @@ def test_what_no_float_can_tell_apart_is_refused_with_its_number(suffix, tmp_pat
 def test_times_of_ts(tmp_path):
     lines = "@classLabel true a b\n@data\n" + ",".join(str(START + n) for n in range(5)) + ":a\n"
     (tmp_path / "a.ts").write_text(lines)
-    with pytest.raises(InputError, match="a.ts, line 3: float64 cannot tell 4 values from others"):
+    with pytest.raises(InputError, match="a.ts: line 3: float64 cannot tell 4 values from others"):
         load(tmp_path / "a.ts", position_columns=["features"])
 
 

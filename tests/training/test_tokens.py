@@ -292,8 +292,8 @@ def test_bad_files(columns, arguments, message, tmp_path):
         ("a.ts", SERIES.replace("@classLabel true low high\n", ""), "line 6: there is no '@classLabel true"),
         ("a.ts", SERIES.replace("Stamps false", "Stamps true"), "time stamps; accepted: series of values"),
         ("a.csv", "", "files of type '.csv' are not read; accepted: .npz, .parquet, .ts"),
-        ("a.npz", "no archive", "a.npz cannot be read"),
-        ("a.parquet", "no table", "a.parquet cannot be read"),
+        ("a.npz", "no archive", "a.npz: cannot be read"),
+        ("a.parquet", "no table", "a.parquet: cannot be read"),
         (None, None, "There is no file"),
     ],
 )
