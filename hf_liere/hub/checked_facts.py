@@ -83,9 +83,7 @@ def facts_of_run(
         # These fields describe a planned recipe, not the run.
         shown |= {"recipe_source": None, "dataset": None}
     if model.get("num_labels", 6) <= 5:
-        for result in known.results:
-            for name in ("top5_accuracy", "top5_accuracy_low", "top5_accuracy_high"):
-                result.pop(name, None)
+        known.results = [{name: one[name] for name in one if not name.startswith("top5")} for one in known.results]
     return replace(known, **shown, progress=progress, has_processor=any(map(saved.has, PROCESSOR_CONFIGS)))
 
 
@@ -141,12 +139,10 @@ def find_contradictions(facts: Facts, recorded: Mapping[str, Any], measured: lis
     ]
     differing += _contradictions_with_data(facts, recorded)
     for result in facts.results:
-        at = f" at {format_inputs(result)}"
         for other in measured:
             if input_key(other) == input_key(result):
-                ours, theirs = (
-                    {name + at: value for name, value in one.items() if name != "data"} for one in (result, other)
-                )
+                at = f" at {format_inputs(result)}"
+                ours, theirs = ({name + at: one[name] for name in one if name != "data"} for one in (result, other))
                 differing += _differences(ours, theirs)
     return list(dict.fromkeys(differing))
 

@@ -13,6 +13,8 @@ from ..errors import InputError
 
 
 METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
+# The numbers of an evaluation: each metric, and its 95% interval.
+NUMBERS = tuple(f"{metric}{end}" for metric in METRICS for end in ("", "_low", "_high"))
 # Configuration fields that describe the architecture, in the order of a card.
 MODEL_FIELDS = (
     "position_encoding",
@@ -158,8 +160,7 @@ def _check_figure(figure: dict) -> None:
     patches = figure.get("max_num_patches")
     if patches is not None and (not isinstance(patches, int) or patches < 1):
         raise FactsError(f"max_num_patches {patches!r}: accepted are numbers of patches, 1 and above.")
-    names = [f"{metric}{end}" for metric in METRICS for end in ("", "_low", "_high")]
-    for name in (*names, "low", "high"):
+    for name in (*NUMBERS, "low", "high"):
         if name in figure and not _is_number(figure[name]):
             raise FactsError(f"{name} {figure[name]!r}: accepted are finite numbers.")
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..auto import model_class
 from ..patching.adapters import parse_adapter
 from ..storage.saved_model import ADAPTER_CONFIG, CONFIG, SavedModel, first_line
-from .facts import METRICS, FactsError, common_facts
+from .facts import NUMBERS, FactsError, common_facts
 
 
 RUN_FILE = "run_config.json"
@@ -33,7 +33,6 @@ RECIPE_FIELDS = (
 )
 UNUSED = (None, False, 0, 0.0, -1)
 NOT_RECORDED = "not recorded"
-FOLDERS = ("image_folder", "video_folder", "volume_file")
 
 
 def is_describable(saved: SavedModel) -> bool:
@@ -43,9 +42,7 @@ def is_describable(saved: SavedModel) -> bool:
     except ValueError:
         # `describe_checkpoint` reports models that are not ours.
         return True
-    taken = cls.input_modalities
-    taken = {taken} if isinstance(taken, str) else set(taken)
-    return bool({"image", "video"} & taken) and not cls.can_generate()
+    return any(kind in cls.input_modalities for kind in ("image", "video")) and not cls.can_generate()
 
 
 def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
@@ -119,11 +116,7 @@ def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -
     }
     if (patches := record_group(run, "data").get("max_num_patches")) is not None:
         result["max_num_patches"] = patches
-    for metric in METRICS:
-        for name in (metric, f"{metric}_low", f"{metric}_high"):
-            if f"eval_{name}" in metrics:
-                result[name] = metrics[f"eval_{name}"]
-    return result
+    return result | {name: metrics[f"eval_{name}"] for name in NUMBERS if f"eval_{name}" in metrics}
 
 
 def data_of_run(run: Mapping[str, Any], side: str) -> dict[str, Any] | None:
@@ -133,18 +126,7 @@ def data_of_run(run: Mapping[str, Any], side: str) -> dict[str, Any] | None:
     Returns:
         A mapping with the names of `facts.DATA_FIELDS`, completed from common.yaml; `None` if the run did not train.
     """
-    arguments = record_group(run, "data")
-    if "examples" in run:
-        used = record_group(run, "examples").get(side)
-    else:
-        # Records of hf_liere 0.1.0 contain only the arguments.
-        infix = "train" if side == "train" else "validation"
-        place = next((arguments[name] for name in FOLDERS if arguments.get(name)), None)
-        used = {"name": arguments.get("dataset_name"), "files": arguments.get(f"{infix}_files"), "folder": place}
-        used["split"] = arguments.get("train_split" if side == "train" else "eval_split")
-        if side == "train" and not record_group(run, "training").get("do_train", True):
-            used = None
-    if used is None:
+    if (used := record_group(run, "examples").get(side)) is None:
         return None if side == "train" else {"name": NOT_RECORDED, "type": "custom"}
     name, files = used.get("name"), [Path(file).name for file in used.get("files") or []]
     data = _known_data(name, files)
@@ -168,28 +150,20 @@ def _known_data(name: str | None, files: list[str]) -> dict[str, Any] | None:
 def recipe_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of training and augmentation in use, by flag."""
     training, augmentation, data = (record_group(run, name) for name in ("training", "augmentation", "data"))
-    chosen = {name: training[name] for name in RECIPE_FIELDS if training.get(name) not in UNUSED}
-    if chosen.get("gradient_accumulation_steps") == 1:
-        chosen.pop("gradient_accumulation_steps")
-    if "max_steps" in chosen:
+    settings = {name: training.get(name) for name in RECIPE_FIELDS}
+    settings |= {name: data.get(name) for name in ("max_num_patches", "max_train_samples", "train_fraction")}
+    settings |= {"model_name_or_path": run.get("model_name_or_path"), **augmentation}
+    without_effect = {
+        "gradient_accumulation_steps": training.get("gradient_accumulation_steps") == 1,
         # Trainer stops at max_steps, whatever the number of epochs.
-        chosen.pop("num_train_epochs", None)
-    chosen |= {name: data[name] for name in ("max_num_patches", "max_train_samples") if data.get(name)}
-    if data.get("train_fraction", 1) != 1:
-        chosen["train_fraction"] = data["train_fraction"]
-    if run.get("model_name_or_path"):
-        chosen["model_name_or_path"] = run["model_name_or_path"]
-    crops = augmentation.get("random_resized_crop")
-    used = {name: value for name, value in augmentation.items() if value not in UNUSED}
-    for name, switch in (
-        ("random_resized_crop_scale", crops),
-        ("rand_augment_magnitude", augmentation.get("rand_augment_ops")),
-        ("mixing_probability", augmentation.get("mixup_alpha") or augmentation.get("cutmix_alpha")),
-        ("repeated_augmentation", augmentation.get("repeated_augmentation", 1) > 1),
-    ):
-        if not switch:
-            used.pop(name, None)
-    return chosen | used
+        "num_train_epochs": training.get("max_steps") not in UNUSED,
+        "train_fraction": data.get("train_fraction") == 1,
+        "random_resized_crop_scale": not augmentation.get("random_resized_crop"),
+        "rand_augment_magnitude": not augmentation.get("rand_augment_ops"),
+        "mixing_probability": not (augmentation.get("mixup_alpha") or augmentation.get("cutmix_alpha")),
+        "repeated_augmentation": augmentation.get("repeated_augmentation") == 1,
+    }
+    return {name: value for name, value in settings.items() if value not in UNUSED and not without_effect.get(name)}
 
 
 def read_record(saved: SavedModel, name: str) -> dict[str, Any]:
