@@ -79,12 +79,8 @@ def find_field(kind: type, name: str) -> str | None:
 @functools.cache
 def is_known(name: str) -> bool:
     """Whether some configuration of transformers has a field of this name."""
-    if (
-        name.startswith("_")
-        or name == "auto_map"
-        or hasattr(PreTrainedConfig(), name)
-        or hasattr(GenerationConfig(), name)
-    ):
+    common = {"auto_map", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
+    if name.startswith("_") or name in common:
         return True
     # Importing all configurations would take longer than reading them.
     line = re.compile(rf"^ +(?:self\.)?{re.escape(name)}\b *[:=]", re.MULTILINE)

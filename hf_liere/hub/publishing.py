@@ -170,11 +170,8 @@ def publish(
         # The client hashes each file here, and reads it once more to send it.
         files = {name: CommitOperationAdd(name, path) for name, path in files_by_name(Path(folder)).items()}
         obsolete = _obsolete_files(api, repo_id, head, present, files)
-        if obsolete or _differing(files, present):
-            commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
-        else:
-            logger.info(f"{repo_id} already contains these files, as commit {head}.")
-            commit = head
+        # The client makes no commit if nothing changes.
+        commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
         left = tuple(name for name in present if name not in (*files, *obsolete, ".gitattributes"))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files), left)
         if wrong := _differing(files, retry(lambda: remote_digests(api, repo_id, commit))):

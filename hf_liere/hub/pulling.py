@@ -63,18 +63,14 @@ def pull(
         UnreachableError: if the Hub cannot be reached and the cache is incomplete.
     """
     api = api or HfApi()
-    if folder is None:
-        return _pull_to_cache(api, repo_id, revision, path, cache_dir)
-    with new_directory(folder) as partial:
-        pulled = _pull_to_cache(api, repo_id, revision, path, cache_dir)
-        try:
-            shutil.copytree(pulled.folder, partial, dirs_exist_ok=True)
-        except OSError as error:
-            raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
-    return replace(pulled, folder=Path(folder))
-
-
-def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir: str | Path | None) -> Pulled:
+    if folder is not None:
+        with new_directory(folder) as partial:
+            pulled = pull(repo_id, revision=revision, path=path, api=api, cache_dir=cache_dir)
+            try:
+                shutil.copytree(pulled.folder, partial, dirs_exist_ok=True)
+            except OSError as error:
+                raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
+        return replace(pulled, folder=Path(folder))
     with translate_hub_errors(api, repo_id, revision):
         snapshot = _download_snapshot(api, repo_id, revision, path, cache_dir)
     source = snapshot if path is None else snapshot / path
@@ -84,20 +80,18 @@ def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, ca
 
 
 def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir: str | Path | None) -> Path:
-    def download(revision: str | None, **options: Any) -> Path:
-        options |= {"revision": revision, "token": api.token, "endpoint": api.endpoint, "cache_dir": cache_dir}
-        return Path(retry(lambda: snapshot_download(repo_id, **options)))
+    def download(revision: str, **options: Any) -> Path:
+        return Path(retry(lambda: api.snapshot_download(repo_id, revision=revision, cache_dir=cache_dir, **options)))
 
-    snapshot: Path | None = None
-    commit: str | None = None
-    digests: dict[str, str] = {}
-    while snapshot is None or snapshot.name != commit:
+    while True:
         try:
             commit, digests = _list_files(api, repo_id, revision, path)
         except UnreachableError as unreachable:
             return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
         # Download by the given name, so that the cache knows it offline; the branch may move in between.
         snapshot = download(revision, **_patterns(path))
+        if snapshot.name == commit:
+            break
     if wrong := differing_files(snapshot, digests):
         logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
         _delete_from_cache(snapshot, wrong)

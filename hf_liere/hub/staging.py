@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel
@@ -33,9 +33,6 @@ from .cards import PICTURE
 from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS
 from .secrets import find_named_secret, readings
 
-
-if TYPE_CHECKING:
-    from kingfisher_sdk import Scanner
 
 PROCESSOR_FILES = (
     *PROCESSOR_CONFIGS,
@@ -213,7 +210,7 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
 
 
 @lru_cache(maxsize=1)
-def secret_scanner() -> "Scanner":
+def secret_scanner() -> Any:
     """Kingfisher's patterns for the secrets of about a hundred services; compiling them takes seconds."""
     require_libraries("Publishing", "push", "kingfisher_sdk")
     from kingfisher_sdk import Rules, Scanner

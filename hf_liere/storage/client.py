@@ -10,13 +10,13 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
     LocalEntryNotFoundError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
 from transformers.utils import logging
 
@@ -44,14 +44,9 @@ class UnreachableError(HubError):
 
 def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
     """Hashes of all files of a revision by path, in the format of `saved_model.file_digest`."""
-    digests = {}
-    for entry in api.list_repo_tree(repo_id, revision=revision, recursive=True):
-        lfs = getattr(entry, "lfs", None)
-        if lfs is not None:
-            digests[entry.path] = f"sha256:{lfs.sha256}"
-        elif hasattr(entry, "blob_id"):
-            digests[entry.path] = f"git:{entry.blob_id}"
-    return digests
+    entries = api.list_repo_tree(repo_id, revision=revision, recursive=True)
+    files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    return {file.path: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}" for file in files}
 
 
 def status_code(error: BaseException) -> int | None:
@@ -109,7 +104,7 @@ def translate_hub_errors(api: HfApi, repo_id: str, revision: str | None = None) 
         yield
     except HubError:
         raise
-    except (OSError, TransportError, HFValidationError, ValueError, RuntimeError) as error:
+    except (OSError, TransportError, ValueError, RuntimeError) as error:
         explanation = _explanation(api, repo_id, revision, error)
         translated = type(explanation)(without_tokens(api, str(explanation)))
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .loading import join_names, parse_json, refuse_diffusers, shards
+from .loading import explain, join_names, parse_json, refuse_diffusers, shards
 
 
 CONFIG = "config.json"
@@ -160,10 +160,7 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise ValueError(
-            f"{path} is not a readable safetensors file ({reason}); it may be damaged or cut off."
-        ) from None
+        raise ValueError(f"{path} cannot be read: {explain(error)}") from None
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -215,8 +212,6 @@ def file_digest(path: Path, kind: str) -> str:
 
 def differing_files(folder: Path, digests: Mapping[str, str]) -> list[str]:
     """The files of `digests` that are missing from a folder, or whose hash differs."""
-
-    def is_same(path: Path, digest: str) -> bool:
-        return path.is_file() and file_digest(path, digest.partition(":")[0]) == digest
-
-    return [name for name, digest in digests.items() if not is_same(folder / name, digest)]
+    present = {name: folder / name for name in digests if (folder / name).is_file()}
+    found = {name: file_digest(path, digests[name].partition(":")[0]) for name, path in present.items()}
+    return [name for name, digest in digests.items() if found.get(name) != digest]

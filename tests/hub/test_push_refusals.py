@@ -74,8 +74,13 @@ def poison(path):
 
 
 BROKEN = {
-    "cut off": ("image", "model.safetensors", cut, "is not a readable safetensors file"),
-    "empty": ("image", "model.safetensors", lambda path: path.write_bytes(b""), "is not a readable safetensors file"),
+    "cut off": ("image", "model.safetensors", cut, "cannot be read: it is truncated or no checkpoint"),
+    "empty": (
+        "image",
+        "model.safetensors",
+        lambda path: path.write_bytes(b""),
+        "cannot be read: it is truncated or no checkpoint",
+    ),
     "no number": ("image", "model.safetensors", poison, "contain values that are infinite or NaN: "),
     "a folder": (
         "image",
@@ -114,7 +119,7 @@ BROKEN = {
         lambda path: path.write_text("{}"),
         "(adapter_config.json), whi",
     ),
-    "adapter cut off": ("adapter", "rotary.safetensors", cut, "is not a readable safetensors file"),
+    "adapter cut off": ("adapter", "rotary.safetensors", cut, "cannot be read: it is truncated or no checkpoint"),
     "adapter, no number": ("adapter", "rotary.safetensors", poison, "infinite or NaN: 0.generators"),
     "adapter of nothing": (
         "adapter",
