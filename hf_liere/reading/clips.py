@@ -19,7 +19,7 @@ from .files import (
     naming,
     visible,
 )
-from .pictures import develop, pixels, read_picture
+from .pictures import develop, pixels, read_frames, read_picture
 from .volumes import count_slices, is_volume, read_volume, to_bytes, volume_spacing
 
 
@@ -91,7 +91,7 @@ class FrameReader:
         elif path and path.is_dir():
             yield from (partial(read_picture, file, self.mode) for file in frame_files(path))
         elif path and has_suffix(path, PICTURE_SUFFIXES):
-            for frame in _animation(path):
+            for frame in read_frames(path):
                 yield lambda frame=frame: pixels(develop(frame, self.mode))
         else:
             with _open(source) as container:
@@ -242,17 +242,8 @@ def _upright(frame: Any, aspect: float, mode: str) -> np.ndarray:
     return array[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _animation(path: Path) -> Iterator[Any]:
-    """The frames of an animation, one after the other; a still picture is one frame."""
-    require_libraries("Reading images", "inspect", "PIL")
-    from PIL import Image, ImageSequence
-
-    with Image.open(path) as image:
-        yield from ImageSequence.Iterator(image)
-
-
 def _durations(path: Path) -> list[float]:
     """Seconds for which each frame of an animation is shown."""
     # WebP knows how long a frame lasts once it is decoded, with `load`.
-    frames = ((frame, frame.load())[0] for frame in _animation(path))
+    frames = ((frame, frame.load())[0] for frame in read_frames(path))
     return [float(frame.info.get("duration") or 0) / 1e3 for frame in frames]

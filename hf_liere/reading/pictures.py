@@ -1,5 +1,6 @@
 """Pictures through Pillow: upright, of eight bits, with transparent parts on white."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,11 +19,16 @@ GROUND = "white"
 
 def read_picture(source: str | Path | IO[bytes], mode: str = "RGB") -> np.ndarray:
     """(height, width, 3 or 1) uint8 of a file's first frame, see [`develop`]."""
+    return next(pixels(develop(frame, mode)) for frame in read_frames(source))
+
+
+def read_frames(source: str | Path | IO[bytes]) -> Iterator[Any]:
+    """The frames of an animation as images, one after the other; a still picture is one frame."""
     require_libraries("Reading images", "inspect", "PIL")
-    from PIL import Image
+    from PIL import Image, ImageSequence
 
     with Image.open(source) as image:
-        return pixels(develop(image, mode))
+        yield from ImageSequence.Iterator(image)
 
 
 def develop(image: Any, mode: str = "RGB", turn: bool = True) -> Any:

@@ -1,11 +1,10 @@
 """Output files and folders that appear under their name only when they are complete."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..errors import InputError
 
@@ -24,7 +23,7 @@ def new_directory(output: str | os.PathLike) -> Iterator[Path]:
         raise FileExistsError(f"{output} exists already and is not an empty directory.")
     with _temporary_folder(output) as partial:
         yield partial
-        # mkdtemp makes folders that only their owner can read.
+        # Only their owner can read temporary folders.
         partial.chmod(0o755)
         os.replace(partial, output)
 
@@ -52,17 +51,15 @@ def new_file(output: str | os.PathLike) -> Iterator[Path]:
 def _temporary_folder(output: Path) -> Iterator[Path]:
     """A temporary folder on the file system of `output`; new parents that stay empty are removed again."""
     parents = [parent for parent in output.parents if not parent.exists()]
-    partial = None
     try:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+            folder = TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
         except OSError as error:
             raise InputError(f"{output} cannot be written: {error.strerror}.") from error
-        yield partial
+        with folder as partial:
+            yield Path(partial)
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
         for parent in parents:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
