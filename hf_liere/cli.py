@@ -56,8 +56,21 @@ def parse_value(text: str) -> Any:
         return text
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the closest command or value beside an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message)
+        close = difflib.get_close_matches(found[1], re.findall(r"\w+", found[2]), n=1) if found else []
+        super().error(f"{message}; the closest is {close[0]!r}" if close else message)
+
+
+# Run as a file: importing it as a module would import the package.
+VERSION = runpy.run_path(str(Path(__file__).with_name("version.py")))["__version__"]
+PARSER = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
+PARSER.add_argument("--version", action="version", version=VERSION)
+COMMANDS = PARSER.add_subparsers(dest="command", required=True)
 Argument: TypeAlias = tuple[str, dict[str, Any]]
-COMMANDS: list[tuple[Callable[..., str], str, str, tuple[Argument, ...]]] = []
 
 
 def argument(name: str, help: str, **settings: Any) -> Argument:
@@ -68,11 +81,15 @@ def argument(name: str, help: str, **settings: Any) -> Argument:
 def command(help: str, description: str, *arguments: Argument) -> Callable:
     """Decorator of the function `run_…` of a command."""
 
-    def keep(run: Callable[..., str]) -> Callable[..., str]:
-        COMMANDS.append((run, help, description, arguments))
+    def add(run: Callable[..., str]) -> Callable[..., str]:
+        name = run.__name__.removeprefix("run_")
+        parser = COMMANDS.add_parser(name, help=help, description=description, argument_default=argparse.SUPPRESS)
+        parser.set_defaults(run_command=run)
+        for argument_name, settings in arguments:
+            parser.add_argument(argument_name, **settings)
         return run
 
-    return keep
+    return add
 
 
 CHECKPOINT = argument("checkpoint", "directory or repository on the Hub")
@@ -339,30 +356,6 @@ def run_env(as_json: bool = False) -> str:
     return runpy.run_path(path, run_name="hf_liere.environment")["report"](as_json)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Names the closest command or value beside an unknown one."""
-
-    def error(self, message: str) -> NoReturn:
-        found = re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message)
-        close = difflib.get_close_matches(found[1], re.findall(r"\w+", found[2]), n=1) if found else []
-        super().error(f"{message}; the closest is {close[0]!r}" if close else message)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    # Run as a file: importing it as a module would import the package.
-    version = runpy.run_path(str(Path(__file__).with_name("version.py")))["__version__"]
-    parser = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
-    parser.add_argument("--version", action="version", version=version)
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    for run, help, description, arguments in COMMANDS:
-        name = run.__name__.removeprefix("run_")
-        added = subparsers.add_parser(name, help=help, description=description, argument_default=argparse.SUPPRESS)
-        added.set_defaults(run_command=run)
-        for argument_name, settings in arguments:
-            added.add_argument(argument_name, **settings)
-    return parser
-
-
 def main(arguments: list[str] | None = None) -> int:
     """
     Run the command and return its exit status: 1, with one line of explanation, for errors that the user can fix; after
@@ -380,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
-    options = vars(build_parser().parse_args(arguments))
+    options = vars(PARSER.parse_args(arguments))
     command, run = options.pop("command"), options.pop("run_command")
     try:
         text = run(**options)

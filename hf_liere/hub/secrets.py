@@ -43,8 +43,9 @@ def readings(text: str) -> Iterator[str]:
 
 def find_named_secret(name: str, text: str) -> str | None:
     """What a file of this name and text contains, without its value; `None` if nothing was found."""
+    mended = (BREAK.sub("", broken[0]) for broken in BROKEN_TOKEN.finditer(text))
     # Words of two lines make up less.
-    if any(TOKEN.match(whole) and len(whole) > 32 for whole in _mend(text)):
+    if any(TOKEN.match(whole) and len(whole) > 32 for whole in mended):
         return "a token"
     if name in VOCABULARIES:
         return None
@@ -58,10 +59,6 @@ def find_named_secret(name: str, text: str) -> str | None:
                 return inner
     secret = next((value for value in found if value and not PLACEHOLDER.fullmatch(value)), None)
     return None if secret is None else "a secret (a password or key)"
-
-
-def _mend(text: str) -> Iterator[str]:
-    return (BREAK.sub("", broken[0]) for broken in BROKEN_TOKEN.finditer(text))
 
 
 def _parse(text: str) -> Any:

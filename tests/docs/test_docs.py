@@ -28,7 +28,7 @@ from training_helpers import write_images_folder, write_parquet
 
 import hf_liere
 import training.evaluate_sweep as sweeps
-from hf_liere.cli import build_parser, main
+from hf_liere.cli import PARSER, main
 from training.common.command_line import parse_arguments
 from training.demo import save_puzzles
 
@@ -151,7 +151,7 @@ def test_every_command_is_accepted(page, reader, monkeypatch):
         if program == "hf-liere":
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
                 accepted = "--help" in arguments
-                accepted = bool(build_parser().parse_args(arguments))
+                accepted = bool(PARSER.parse_args(arguments))
             assert accepted, arguments
         elif program == "make":
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), arguments

@@ -461,7 +461,7 @@ def test_every_table_and_figure_of_the_papers_is_an_experiment_or_says_why_not()
 def check_command(words):
     program, *arguments = words
     if program == "hf-liere":
-        cli.build_parser().parse_args(arguments)
+        cli.PARSER.parse_args(arguments)
     else:
         assert program == "python" and (ROOT / arguments[0]).is_file()
         if arguments[0].endswith("benchmark_speed.py"):
