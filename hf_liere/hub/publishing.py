@@ -174,14 +174,10 @@ def publish(
         commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
         left = tuple(name for name in present if name not in (*files, *obsolete, ".gitattributes"))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files), left)
-        if wrong := _differing(files, retry(lambda: remote_digests(api, repo_id, commit))):
+        listed = retry(lambda: remote_digests(api, repo_id, commit))
+        if wrong := [name for name, file in files.items() if not _has_digest(file, listed.get(name, ""))]:
             raise HubError(f"{repo_id} at {commit} differs from the push: {', '.join(wrong)}. Push again.")
     return published
-
-
-def _differing(files: Mapping[str, CommitOperationAdd], digests: Mapping[str, str]) -> list[str]:
-    """The files that `digests` lacks or lists with another hash."""
-    return [name for name, file in files.items() if not _has_digest(file, digests.get(name, ""))]
 
 
 def _has_digest(file: CommitOperationAdd, digest: str) -> bool:
