@@ -1,14 +1,10 @@
-"""Names that other libraries give to fields of ours, and names of fields that nothing knows."""
+"""Names that other libraries give to fields of ours, and names of fields that do not exist."""
 
 import dataclasses
 import difflib
-import functools
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
@@ -48,15 +44,15 @@ FOREIGN_NAMES = {name: ours for ours, names in NAMES.items() for name in names.s
 
 
 def warn_of_names(config: Any, given: Mapping[str, Any]) -> None:
-    """Warn of names that are no fields: misspelt ones, and those that no model of transformers has."""
+    """Warn of names that are not fields, of any configuration of transformers; [`check_names`] refuses others."""
     fields = [field.name for field in dataclasses.fields(config)]
+    common = {"auto_map", "mlp_ratio", "torch_dtype", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
     for name in given:
-        if find_field(type(config), name) is not None:
-            continue  # `check_names` refuses it.
+        if name in common or name.startswith("_") or find_field(type(config), name) is not None:
+            continue
         close = difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
-        if close or name in FOREIGN_NAMES or not is_known(name):
-            closest = f"; the closest is {close[0]!r}" if close else ""
-            logger.warning(f"{type(config).__name__} has no field {name!r} and ignores it{closest}.")
+        closest = f"; the closest is {close[0]!r}" if close else ""
+        logger.warning(f"{type(config).__name__} has no field {name!r} and ignores it{closest}.")
     if "mlp_ratio" in given:
         logger.warning(f"mlp_ratio={given['mlp_ratio']} is ignored: intermediate_size={config.intermediate_size}.")
 
@@ -74,15 +70,3 @@ def find_field(kind: type, name: str) -> str | None:
     fields, ours = vars(kind)["__dataclass_fields__"], FOREIGN_NAMES.get(name)
     # Labels are counted by a property.
     return ours if name not in fields and (ours in fields or ours == "num_labels") else None
-
-
-@functools.cache
-def is_known(name: str) -> bool:
-    """Whether some configuration of transformers has a field of this name."""
-    common = {"auto_map", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
-    if name.startswith("_") or name in common:
-        return True
-    # Importing all configurations would take longer than reading them.
-    line = re.compile(rf"^ +(?:self\.)?{re.escape(name)}\b *[:=]", re.MULTILINE)
-    files = (Path(transformers.__file__).parent / "models").glob("*/configuration_*.py")
-    return any(line.search(path.read_text(encoding="utf-8")) for path in files)
