@@ -1,26 +1,27 @@
-"""Constant facts about every rotary encoding, which all other parts read here."""
+"""Constant facts about every rotary encoding and its starts, which all other parts read here."""
 
 import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..saved_code import Parts
 
 
-# Initial values with a frequency per plane; the others draw all entries from one distribution.
+# Initial values with a frequency per plane; the drawn ones have one distribution of all entries.
 SPECTRA = ("frequencies", "golden_gate")
 AXIAL = "axial"
 DRAWN = ("uniform", "normal", "zeros")
-# Fields for some encodings or values of `rotary_init` only, with their defaults.
+# Fields for some encodings or starts only, with their defaults.
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
 AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
 # The default follows from the block size.
 SO3_FIELDS = {"spins": None}
 PRODUCT_FIELDS = {"relative_axis": 0}
-OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS, **SO3_FIELDS, **PRODUCT_FIELDS}
-START_FIELDS: dict[str | None, dict] = {"golden_gate": GOLDEN_GATE_FIELDS, AXIAL: AXIAL_FIELDS, "so3": SO3_FIELDS}
+OWN_FIELDS: dict[str, Any] = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS, **SO3_FIELDS, **PRODUCT_FIELDS}
 # Block sizes with one irreducible representation of so(3), and its spin.
 SPINS = {3: 1, 5: 2, 7: 3}
 # Coordinates with ½ at the centre of the input (in `unit_width`, of its columns).
@@ -46,12 +47,12 @@ class BlockSizes:
 
     Attributes:
         accepts: (b, head_dim, number of axes) → whether the size is accepted.
-        rule: Message about other sizes, with the names size, encoding, head_dim and axes; `None` if all are accepted.
+        rule: Message about other sizes, with the names size, encoding, head_dim and axes.
         default: Default size; `None` means the whole head.
     """
 
     accepts: Callable[[int, int, int], bool]
-    rule: str | None
+    rule: str
     default: int | None
 
     @property
@@ -62,14 +63,15 @@ class BlockSizes:
         return [size for size in range(2, head_dim + 1) if self.accepts(size, head_dim, num_axes)]
 
 
-PLANES_RULE = "block_size={size}: {encoding} rotates planes, its only block_size is 2"
-PLANES = BlockSizes(lambda size, *_: size == 2, PLANES_RULE, 2)
+PLANES = BlockSizes(
+    lambda size, *_: size == 2, "block_size={size}: {encoding} rotates planes, its only block_size is 2", 2
+)
 TRIPLES = BlockSizes(
     lambda size, *_: size == 3,
     "block_size={size}: {encoding} rotates three channels about two axes, its only block_size is 3",
     3,
 )
-ANY = BlockSizes(lambda size, *_: True, None, 8)
+ANY = BlockSizes(lambda size, *_: True, "block_size={size} does not fit a head_dim of {head_dim}", 8)
 DIVISORS = BlockSizes(
     lambda size, head_dim, _: head_dim % size == 0,
     "block_size={size} must divide head_dim={head_dim} for {encoding}",
@@ -99,14 +101,13 @@ class EncodingTraits:
     Facts about an encoding.
 
     Attributes:
-        title: Name in tables.
-        description: Explanation in reports on models.
+        description: Name in tables, and after a colon its explanation in reports on models.
         block_sizes: Accepted sizes of blocks.
+        rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
+        rope_theta: Default of `rope_theta`; `None` if the encoding does not use it.
+        coordinates: Default of `coordinates`.
         commutes: Whether the generators of all axes commute for any values, which makes rotations relative. Blocks of
             two channels always do.
-        rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
-        coordinates: Default of `coordinates`.
-        rope_theta: Default of `rope_theta`; `None` if the encoding does not use it.
         rotate_prefix: Default of `rotate_prefix` in `CENTRED_COORDINATES`.
         product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a), the factor of `relative_axis` first.
         serves_one_axis: Whether every block has a generator for one axis only.
@@ -114,23 +115,26 @@ class EncodingTraits:
         num_axes: The only number of axes for which the encoding is defined; `None` means any.
         pretrained: How it starts at the planes of a pretrained RoPE: `"planes"`, by factors of the pretrained
             frequencies; `"blocks"`, by its parameters; or the reason why it cannot start at those of any RoPE.
-        fields: Fields of the configuration for this encoding alone.
+        fields: Fields of the configuration for this encoding alone, with their defaults.
     """
 
-    title: str
     description: str
     block_sizes: BlockSizes
-    commutes: bool
     rotary_inits: tuple[str, ...]
-    coordinates: str
     rope_theta: float | None
+    coordinates: str = "index"
+    commutes: bool = True
     rotate_prefix: bool = False
     product: bool = False
     serves_one_axis: bool = False
     proportional: bool = False
     num_axes: int | None = None
     pretrained: str = "blocks"
-    fields: tuple[str, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return self.description.partition(":")[0]
 
     @property
     def learned(self) -> bool:
@@ -144,112 +148,88 @@ class EncodingTraits:
 
 ENCODING_TRAITS = {
     "axial_rope": EncodingTraits(
-        title="Axial RoPE",
-        description="RoPE on each axis separately, with fixed frequencies",
-        block_sizes=PLANES,
-        commutes=True,
+        "Axial RoPE: planes that each rotate with one axis, by fixed frequencies",
+        PLANES,
         rotary_inits=(),
-        coordinates="index",
         rope_theta=100.0,
         serves_one_axis=True,
         pretrained="it learns nothing",
-        fields=tuple(AXIAL_FIELDS),
+        fields=AXIAL_FIELDS,
     ),
     "golden_gate_rope": EncodingTraits(
-        title="Golden gate RoPE",
-        description="golden gate RoPE: rotations of planes by fixed frequencies whose directions are spread evenly",
-        block_sizes=PLANES,
-        commutes=True,
+        "Golden gate RoPE: rotations of planes by fixed frequencies whose directions are spread evenly",
+        PLANES,
         rotary_inits=(),
-        coordinates="index",
         rope_theta=None,
         pretrained="it learns nothing",
-        fields=tuple(GOLDEN_GATE_FIELDS),
+        fields=GOLDEN_GATE_FIELDS,
     ),
     "rope_mixed": EncodingTraits(
-        title="RoPE-Mixed",
-        description="RoPE-Mixed: rotations of planes by learned frequencies of all axes",
-        block_sizes=PLANES,
-        commutes=True,
+        "RoPE-Mixed: rotations of planes by learned frequencies of all axes",
+        PLANES,
         rotary_inits=(*SPECTRA, *DRAWN, AXIAL),
-        coordinates="index",
         rope_theta=10.0,
         pretrained="planes",
     ),
     "liere": EncodingTraits(
-        title="LieRE",
-        description="LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
-        block_sizes=ANY,
-        commutes=False,
+        "LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
+        ANY,
         rotary_inits=(*DRAWN, *SPECTRA, AXIAL, "so3"),
-        coordinates="train_grid",
         rope_theta=10.0,
+        coordinates="train_grid",
+        commutes=False,
     ),
     "comrope_ap": EncodingTraits(
-        title="ComRoPE-AP",
-        description="ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
-        block_sizes=DIVISORS_BY_AXIS,
-        commutes=True,
+        "ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
+        DIVISORS_BY_AXIS,
         rotary_inits=("normal", "uniform", "zeros", AXIAL),
-        coordinates="unit",
         rope_theta=None,
+        coordinates="unit",
         rotate_prefix=True,
         serves_one_axis=True,
         proportional=True,
     ),
     "comrope_ld": EncodingTraits(
-        title="ComRoPE-LD",
-        description="ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
-        block_sizes=DIVISORS,
-        commutes=True,
+        "ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
+        DIVISORS,
         rotary_inits=("normal", "uniform", "zeros", AXIAL),
-        coordinates="unit",
         rope_theta=None,
+        coordinates="unit",
         rotate_prefix=True,
         proportional=True,
     ),
     "cayley_string": EncodingTraits(
-        title="Cayley-STRING",
-        description="Cayley-STRING: RoPE-Mixed in a learned orthogonal basis, the Cayley map of a skew matrix",
-        block_sizes=EVEN_DIVISORS,
-        commutes=True,
+        "Cayley-STRING: RoPE-Mixed in a learned orthogonal basis, the Cayley map of a skew matrix",
+        EVEN_DIVISORS,
         rotary_inits=(*SPECTRA, *DRAWN, AXIAL),
-        coordinates="index",
         rope_theta=10.0,
     ),
     "circulant_string": EncodingTraits(
-        title="Circulant-STRING",
-        description="Circulant-STRING: learned rotations whose generators commute, being circulant",
-        block_sizes=CIRCULANTS,
-        commutes=True,
+        "Circulant-STRING: learned rotations whose generators commute, being circulant",
+        CIRCULANTS,
         rotary_inits=(*SPECTRA, *DRAWN),
-        coordinates="index",
         rope_theta=10.0,
         pretrained="its blocks rotate the planes of a Fourier basis, not pairs of channels as RoPE does",
     ),
     "spherical_rope": EncodingTraits(
-        title="Spherical RoPE",
-        description="Spherical RoPE: products of rotations of three channels about two of their axes",
-        block_sizes=TRIPLES,
-        commutes=False,
+        "Spherical RoPE: products of rotations of three channels about two of their axes",
+        TRIPLES,
         rotary_inits=("frequencies", *DRAWN),
-        coordinates="index",
         rope_theta=100.0,
+        commutes=False,
         product=True,
         num_axes=2,
         pretrained="it rotates three channels, not pairs of channels as RoPE does",
-        fields=tuple(PRODUCT_FIELDS),
+        fields=PRODUCT_FIELDS,
     ),
     "liere_product": EncodingTraits(
-        title="LieRE product",
-        description="LieRE product: R(p) = Π Uₐ rot(pₐ ωₐ) Uₐᵀ, planes of each axis in a learned basis",
-        block_sizes=EVEN_DIVISORS,
-        commutes=False,
+        "LieRE product: R(p) = Π Uₐ rot(pₐ ωₐ) Uₐᵀ, planes of each axis in a learned basis",
+        EVEN_DIVISORS,
         rotary_inits=(*SPECTRA, *DRAWN, AXIAL),
-        coordinates="index",
         rope_theta=10.0,
+        commutes=False,
         product=True,
-        fields=tuple(PRODUCT_FIELDS),
+        fields=PRODUCT_FIELDS,
     ),
 }
 
@@ -266,9 +246,8 @@ def closest(name: object, accepted: Iterable[str]) -> str:
     return f"; the closest is {' or '.join(map(repr, close))}" if close else ""
 
 
-def check_encoding(name: str) -> None:
-    """Raises `ValueError` if there is no `position_encoding` of this name."""
-    accepted = ("none", "absolute", *ENCODING_TRAITS)
+def check_encoding(name: str, accepted: Collection[str] = ("none", "absolute", *ENCODING_TRAITS)) -> None:
+    """Raises `ValueError` for a `position_encoding` that is not accepted."""
     if name not in accepted:
         raise ValueError(f"position_encoding={name!r}{closest(name, accepted)}; accepted are {', '.join(accepted)}.")
 
@@ -299,19 +278,6 @@ def generators_commute(config) -> bool:
     return traits.commutes or config.block_size == 2
 
 
-def accepted_inits(config) -> tuple[str, ...]:
-    """The accepted values of `rotary_init`; blocks of odd size do not consist of planes."""
-    traits = rotary_traits(config)
-    free_odd = traits.block_sizes is ANY and config.block_size % 2
-    names = (name for name in traits.rotary_inits if not (free_odd and name in SPECTRA))
-    return tuple(name for name in names if start_obstacle(config, name) is None)
-
-
-def start_obstacle(config, name: str) -> str | None:
-    """Why the encoding of a configuration cannot start as `rotary_init=name` asks, for values with such rules."""
-    return OBSTACLES[name](config) if name in OBSTACLES else None
-
-
 def axis_of_plane(plane: int | torch.Tensor, planes_per_axis: int, num_axes: int, layout: str | None):
     """The axis that plane i of a head of `axial_rope` serves, for one or many i."""
     return plane % num_axes if layout == "interleaved" else plane // planes_per_axis
@@ -320,19 +286,16 @@ def axis_of_plane(plane: int | torch.Tensor, planes_per_axis: int, num_axes: int
 def _axial_obstacle(config) -> str | None:
     """Why an encoding cannot rotate pairs of channels in place as `axial_rope` does."""
     traits, encoding, head_dim, axes = rotary_traits(config), config.position_encoding, config.head_dim, config.num_axes
-    if AXIAL not in traits.rotary_inits:
-        return f"{encoding} cannot contain axial_rope: {traits.pretrained}"
     if obstacle := heads_obstacle(config):
         return obstacle
     whole_heads = config.axial_layout == "heads"
     count = head_dim // (2 if whole_heads else 2 * axes)
     if not count:
         return f"head_dim={head_dim} is too small for axial_rope, which needs a plane for each of {axes} axes"
+    served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
     if whole_heads:
         # Every axis has heads in which it is the only one.
         served = [0] * count
-    else:
-        served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
     reason = _block_obstacle(traits, config.block_size, head_dim, axes, served)
     if reason is None:
         return None
@@ -374,22 +337,71 @@ def _block_obstacle(traits: EncodingTraits, size: int, head_dim: int, axes: int,
     return None
 
 
-# Why an encoding cannot start from a value of `rotary_init`, `None` if it can, for values with rules.
-OBSTACLES: dict[str, Callable[..., str | None]] = {AXIAL: _axial_obstacle}
+def _odd_block_obstacle(config) -> str | None:
+    """Why the free blocks of an encoding do not consist of planes."""
+    if rotary_traits(config).block_sizes is not ANY or config.block_size % 2 == 0:
+        return None
+    return (
+        f"it gives every plane of two channels a frequency, and blocks of {config.block_size} channels would cut them"
+    )
 
 
-def default_rope_theta(config) -> float | None:
-    """The default of `rope_theta`, which the start at Axial RoPE shares with it."""
-    return ENCODING_TRAITS["axial_rope"].rope_theta if config.rotary_init == AXIAL else rotary_traits(config).rope_theta
+def _so3_obstacle(config) -> str | None:
+    """Why the generators of an encoding do not start as a representation of so(3)."""
+    size, spins = config.block_size, config.spins
+    if hasattr(config, "coordinates"):
+        return "it is for tokens whose positions are orientations, not for patches on a grid"
+    if config.num_axes != 3:
+        return f"it rotates by rotation vectors, which have 3 axes; there are num_axes={config.num_axes}"
+    if spins is None:
+        blocks = ", ".join(f"{block} (spin {spin})" for block, spin in SPINS.items())
+        return (
+            f"block_size={size} is not the size of one spin; accepted are {blocks}, and any other together with spins, "
+            "such as spins=[1, 2, 3] for 15 = 3 + 5 + 7"
+        )
+    if not any(spins) or min(spins) < 0:
+        return f"spins={spins} must be whole numbers of at least 0, and one of them above 0"
+    if size != (needed := sum(2 * spin + 1 for spin in spins)):
+        return f"spins={spins} have 2l + 1 channels each, {needed} together; block_size={size} must be that"
+    if config.rotary_init_scale == 1:
+        return None
+    return (
+        f"rotary_init_scale={config.rotary_init_scale} must be 1: multiples of its generators do not represent "
+        "rotations, because [sL_x, sL_y] = s² L_z is not sL_z"
+    )
 
 
-def own_fields(config) -> dict[str, object]:
-    """Fields for the encoding or the `rotary_init` of a configuration alone, with their defaults."""
-    traits = traits_of(config)
-    names = () if traits is None else traits.fields
-    if config.rotary_init in START_FIELDS:
-        names = tuple(START_FIELDS[config.rotary_init])
-    return {name: value for name, value in OWN_FIELDS.items() if name in names}
+@dataclass(frozen=True)
+class Start:
+    """
+    Facts about a value of `rotary_init`.
+
+    Attributes:
+        scale: Default of `rotary_init_scale`.
+        obstacle: Why the encoding of a configuration, which knows the start, cannot start so; `None` if it can.
+        fields: Fields of the configuration for this start alone, with their defaults.
+    """
+
+    scale: float = 1.0
+    obstacle: Callable[[Any], str | None] = lambda config: None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+STARTS = {
+    "uniform": Start(2 * math.pi),
+    "normal": Start(math.sqrt(2)),
+    "zeros": Start(),
+    "frequencies": Start(obstacle=_odd_block_obstacle),
+    "golden_gate": Start(obstacle=_odd_block_obstacle, fields=GOLDEN_GATE_FIELDS),
+    AXIAL: Start(obstacle=_axial_obstacle, fields=AXIAL_FIELDS),
+    "so3": Start(obstacle=_so3_obstacle, fields=SO3_FIELDS),
+}
+
+
+def own_fields(config) -> dict[str, Any]:
+    """Fields for the start or else the encoding of a configuration alone, with their defaults."""
+    start, traits = STARTS.get(config.rotary_init), traits_of(config)
+    return (start and start.fields) or (traits.fields if traits else {})
 
 
 def needs_exponential(config) -> bool:

@@ -1,12 +1,17 @@
 """From a configuration and an input to the positions of all of its tokens, those that the user gives included."""
 
+import math
 from typing import NamedTuple
 
 import torch
+from transformers.utils import logging
 
 from ..fast.dispatch import values_are_unknown, working_dtype
 from .displacements import draw_displacements
 from .positions import TokenPositions, patch_indices
+
+
+logger = logging.get_logger(__name__)
 
 
 class Place(NamedTuple):
@@ -37,17 +42,21 @@ def place_patches(
     Args:
         config: A [`LieREPixelConfig`].
         offsets: (…, N, A) displacements of patches in patch extents.
-        extents: (A,) or (B, A) extents of a patch, for `coordinates="physical"`, see [`physical_extents`].
+        extents: (A,) or (B, A) extents e of a patch, for `coordinates="physical"`, see [`physical_extents`]. The patch
+            with index i on an axis of n patches is at ½ + (i + ½ − n/2)·e: the centre of the input is at ½, and an
+            input with an extent of 1 has `unit` coordinates.
     """
     if not config.uses_positions:
         return None
-    num_prefix_tokens, centre = config.prefix
-    if extents is not None:
-        return place_extents(grid, extents, num_prefix_tokens, centre, offsets)  # (1 or B, P + N, A)
-    # (P + N, A)
-    return TokenPositions.from_grid(
-        grid, config.train_grid, config.coordinates, num_prefix_tokens, centre, offsets, device, working_dtype(device)
-    )
+    (num_prefix_tokens, centre), dtype = config.prefix, working_dtype(device)
+    if extents is None:
+        # (P + N, A)
+        return TokenPositions.from_grid(
+            grid, config.train_grid, config.coordinates, num_prefix_tokens, centre, offsets, device, dtype
+        )
+    indices = patch_indices(grid, offsets, device, dtype)  # (…, N, A)
+    patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
+    return TokenPositions.from_coordinates(patches, num_prefix_tokens, centre)  # (1 or B, P + N, A)
 
 
 def place_input(
@@ -78,26 +87,6 @@ def place_input(
     return Place(grid, offsets, place_patches(config, grid, device, displaced, extents) if needs_positions else None)
 
 
-def place_extents(
-    grid: tuple[int, ...],
-    extents: torch.Tensor,
-    num_prefix_tokens: int = 0,
-    prefix_coordinate: float = 0.0,
-    offsets: torch.Tensor | None = None,
-) -> TokenPositions:
-    """
-    The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
-    patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit` coordinates.
-
-    Args:
-        extents: (A,) or (B, A), extents of a patch on every axis.
-        offsets: (…, N, A), as for [`TokenPositions.from_grid`].
-    """
-    indices = patch_indices(grid, offsets, extents.device, extents.dtype)  # (…, N, A)
-    patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
-    return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)
-
-
 def physical_extents(
     config,
     grid: tuple[int, ...],
@@ -125,10 +114,10 @@ def physical_extents(
     patch_shape = torch.tensor(config.patch_shape, device=device, dtype=dtype)  # (A,)
     units = torch.tensor(config.physical_unit, device=device, dtype=dtype).expand(len(grid))  # (A,)
     axes = len(grid) if frame_times is None else len(grid) - 1
-    spacing = _check_spacing(spacing, frame_times is not None, batch_size, axes, device, dtype)
+    spacing = _check_spacing(spacing, frame_times is not None, batch_size, axes, device)
     if frame_times is None:
         return spacing * patch_shape / units, None
-    times = _check_times(frame_times, batch_size, grid, config.patch_shape, device, dtype)  # (1 or B, T)
+    times = _check_times(frame_times, batch_size, grid, config.patch_shape[0], device)  # (1 or B, T)
     first, last = times[:, :1], times[:, -1:]
     interval = (last - first) / max(times.shape[1] - 1, 1)  # (1 or B, 1)
     rows = max(times.shape[0], spacing.shape[0] if spacing.ndim == 2 else 1)
@@ -156,39 +145,28 @@ def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tens
             raise ValueError(f"{name} and positions were both given; positions alone place the patches.")
 
 
-def _check_spacing(
-    spacing, has_times: bool, batch_size: int, axes: int, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
-    accepted = f"({axes},) or ({batch_size}, {axes})"
+def _check_spacing(spacing, has_times: bool, batch_size: int, axes: int, device: torch.device) -> torch.Tensor:
     meaning = "one extent of a pixel (voxel, frame) per axis"
     if has_times:
         meaning = "rows and columns only, because frame_times place the frames"
     if spacing is None:
         raise ValueError(
-            f"coordinates='physical' needs spacing of shape {accepted}: {meaning}, in the measure of physical_unit."
+            f"coordinates='physical' needs spacing of shape ({axes},) or ({batch_size}, {axes}): {meaning}, in the "
+            "measure of physical_unit."
         )
-    spacing = torch.as_tensor(spacing, device=device).to(dtype)
-    if tuple(spacing.shape) not in ((axes,), (1, axes), (batch_size, axes)):
-        raise ValueError(f"spacing of shape {tuple(spacing.shape)} must be {accepted}: {meaning}.")
-    if not values_are_unknown(spacing) and not (torch.isfinite(spacing) & (spacing > 0)).all():
-        wrong = spacing[~(torch.isfinite(spacing) & (spacing > 0))][0].item()
-        raise ValueError(f"spacing contains {wrong}; positive and finite numbers are needed.")
+    spacing = _check_rows("spacing", spacing, batch_size, axes, meaning, device)
+    accepted = torch.isfinite(spacing) & (spacing > 0)
+    if not values_are_unknown(spacing) and not accepted.all():
+        raise ValueError(f"spacing contains {spacing[~accepted][0].item()}; positive and finite numbers are needed.")
     return spacing
 
 
-def _check_times(
-    times, batch_size: int, grid: tuple[int, ...], patch_shape: tuple[int, ...], device: torch.device, dtype
-) -> torch.Tensor:
+def _check_times(times, batch_size: int, grid: tuple[int, ...], tubelet: int, device: torch.device) -> torch.Tensor:
     """(1 or B, T)"""
     if len(grid) != 3:
         raise ValueError("frame_times were given to a model of images, which have no frames.")
-    frames = grid[0] * patch_shape[0]
-    times = torch.as_tensor(times, device=device).to(dtype)
-    if tuple(times.shape) not in ((frames,), (1, frames), (batch_size, frames)):
-        raise ValueError(
-            f"frame_times of shape {tuple(times.shape)} must be ({frames},) or ({batch_size}, {frames}): one per frame."
-        )
-    times = times.reshape(-1, frames)
+    frames = grid[0] * tubelet
+    times = _check_rows("frame_times", times, batch_size, frames, "one per frame", device).reshape(-1, frames)
     if not values_are_unknown(times):
         if not torch.isfinite(times).all():
             raise ValueError(f"frame_times contain {(~torch.isfinite(times)).sum().item()} values that are not finite.")
@@ -196,6 +174,16 @@ def _check_times(
             frame = falls.nonzero()[0, 1].item() + 1
             raise ValueError(f"frame_times decrease at frame {frame}; frames must be in the order of their times.")
     return times
+
+
+def _check_rows(name: str, given, batch_size: int, length: int, meaning: str, device: torch.device) -> torch.Tensor:
+    """(length,) or (1 or B, length), in the working dtype."""
+    values = torch.as_tensor(given, device=device).to(working_dtype(device))
+    if tuple(values.shape) not in ((length,), (1, length), (batch_size, length)):
+        raise ValueError(
+            f"{name} of shape {tuple(values.shape)} must be ({length},) or ({batch_size}, {length}): {meaning}."
+        )
+    return values
 
 
 def place_given(
@@ -218,7 +206,7 @@ def place_given(
     accepted = num_prefix_tokens if config.places_prefix else 0
     check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
     coordinates = zero_hidden(coordinates, visible)  # (…, N or P + N, A)
-    check_coordinates(coordinates)
+    check_coordinates(config, coordinates)
     has_prefix = coordinates.shape[-2] > num_tokens
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
@@ -261,12 +249,19 @@ def check_shape(
         )
 
 
-def check_coordinates(positions: torch.Tensor) -> None:
-    """Raises `ValueError` if the user's `positions` are not floating point or not finite."""
+def check_coordinates(config, positions: torch.Tensor) -> None:
+    """Raises `ValueError` if the user's `positions` are not floating point or not finite; warns of degrees."""
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
-    if not values_are_unknown(positions) and not torch.isfinite(positions).all():
+    if values_are_unknown(positions):
+        return
+    if not torch.isfinite(positions).all():
         raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
+    if config.rotary_init == "so3" and (positions.detach().norm(dim=-1) > 2 * math.pi).any():
+        logger.warning_once(
+            "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
+            "torch.deg2rad converts degrees."
+        )
 
 
 def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -71,7 +71,7 @@ class TokenPositions:
             offsets: (N, A) displacements of patches in patch extents, from [`draw_perturbation`].
 
         Raises:
-            ValueError: for any other `coordinates`; for `physical` call [`place_extents`].
+            ValueError: for any other `coordinates`; for `physical` call [`place_patches`].
         """
         if coordinates == "physical":
             raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")

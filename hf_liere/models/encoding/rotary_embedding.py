@@ -11,7 +11,7 @@ from torch import nn
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
-from .encoding_traits import ENCODING_TRAITS, closest, generators_commute
+from .encoding_traits import ENCODING_TRAITS, check_encoding, generators_commute
 from .folding import EncodingConfig, build_encoding
 from .placement import check_coordinates
 from .positions import GridPositions, TokenPositions
@@ -95,11 +95,7 @@ class LieRotaryEmbedding(nn.Module):
         num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         if min(num_heads, num_key_value_heads) < 1 or num_heads % num_key_value_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_key_value_heads={num_key_value_heads}.")
-        if position_encoding not in ENCODING_TRAITS:
-            raise ValueError(
-                f"position_encoding={position_encoding!r} is not a rotary encoding"
-                f"{closest(position_encoding, ENCODING_TRAITS)}; accepted: {', '.join(ENCODING_TRAITS)}."
-            )
+        check_encoding(position_encoding, ENCODING_TRAITS)
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
         pairs = None
@@ -346,7 +342,7 @@ class LieRotaryEmbedding(nn.Module):
                 "queries and keys, that of rotations(positions) of this module."
             )
         if not isinstance(positions, GridPositions):
-            check_coordinates(positions.coordinates)
+            check_coordinates(self.config, positions.coordinates)
         elif self.config.rotary_init == "so3":
             raise ValueError(
                 "positions are those of a grid of patches; with rotary_init='so3' they are orientations, rotation "

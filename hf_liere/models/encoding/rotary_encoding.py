@@ -6,7 +6,6 @@ from typing import TypeVar
 
 import torch
 from transformers import initialization as init
-from transformers.utils import logging
 
 from ..fast.closed_forms import CLOSED_FORMS, plane_rotations
 from ..fast.dispatch import values_are_unknown, working_dtype
@@ -20,8 +19,6 @@ from .encoding_traits import FREQUENCIES
 from .positions import GridPositions, GroupedPositions, TokenPositions
 from .rotation_cache import RotationCache
 
-
-logger = logging.get_logger(__name__)
 
 Kind = TypeVar("Kind", bound=Rotation)
 ALL_LAYERS = slice(None)
@@ -99,19 +96,9 @@ class RotaryEncoding(LearnedRotations):
         if isinstance(positions, GroupedPositions):
             groups = zip(*self._rotate_groups(positions.groups, dtype))
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
-        if self.config.rotary_init == "so3":
-            self._warn_of_degrees(positions)
         layers = ALL_LAYERS if layer is None else self._select_layer(layer)
         rotations = self._find_rotations(positions, dtype, layers)
         return rotations if layer is None else [next(iter(rotations))]
-
-    def _warn_of_degrees(self, positions: TokenPositions) -> None:
-        vectors = positions.locate().coordinates.detach()
-        if not values_are_unknown(vectors) and vectors.numel() and vectors.norm(dim=-1).max() > 2 * math.pi:
-            logger.warning_once(
-                "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
-                "torch.deg2rad converts degrees."
-            )
 
     def _find_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None, layers: slice

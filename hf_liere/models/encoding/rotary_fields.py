@@ -1,9 +1,8 @@
 """Fields that models, patches and the layer share: the encoding, with defaults and rules."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.dataclasses import validated_field
 
@@ -16,16 +15,15 @@ from .encoding_traits import (
     OWN_FIELDS,
     SPECTRA,
     SPINS,
-    accepted_inits,
+    STARTS,
     check_encoding,
-    default_rope_theta,
     heads_obstacle,
     needs_exponential,
     own_fields,
     rotary_traits,
-    start_obstacle,
     traits_of,
 )
+from .positions import COORDINATES
 
 
 # Defaults come from tables, in which type checkers see only names.
@@ -33,14 +31,11 @@ if TYPE_CHECKING:
     InitName = str
     CoordinateName = str
 else:
-    InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros", "axial", "so3"]
-    CoordinateName = Literal[
-        "index", "train_grid", "centred_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"
-    ]
+    InitName = Literal[tuple(STARTS)]
+    CoordinateName = Literal[tuple(COORDINATES) + ("physical",)]
 
 FLOAT32_MAX = 3.4028234e38
 MAX_AXES = 6
-DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2)}
 AT_LEAST_ONE = lambda value: value >= 1, "be at least 1"
 SHARE = lambda value: 0 <= value < 1, "lie in [0, 1)"
 POSITIVE = lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"
@@ -149,10 +144,11 @@ class RotaryFields:
             self.block_size = traits.block_sizes.default or vars(self)["head_dim"]
         if self.rotary_init is None and traits.learned:
             self.rotary_init = traits.rotary_inits[0]
-        if self.rotary_init_scale is None and self.rotary_init is not None:
-            self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE.get(self.rotary_init, 1.0)
+        if self.rotary_init_scale is None and self.rotary_init in STARTS:
+            self.rotary_init_scale = STARTS[self.rotary_init].scale
         if self.rope_theta is None:
-            self.rope_theta = default_rope_theta(self)
+            # The start at Axial RoPE shares its default.
+            self.rope_theta = (ENCODING_TRAITS["axial_rope"] if self.rotary_init == AXIAL else traits).rope_theta
         for name, value in own_fields(self).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -240,6 +236,14 @@ def check_format_version(version: int, newest: int) -> None:
         )
 
 
+def refuse_unused(config, neutral: dict[str, Any], is_used: bool, owner: str) -> None:
+    """Raises `ValueError` for fields with other values than the neutral ones if nothing uses them."""
+    given = {name: found for name, value in neutral.items() if (found := getattr(config, name, value)) != value}
+    if given and not is_used:
+        fields = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"{fields} would do nothing here: accepted with {owner}.")
+
+
 def check_rotations(config) -> None:
     """
     Args:
@@ -249,7 +253,17 @@ def check_rotations(config) -> None:
         ValueError: if a value is out of range, or fields do not fit together.
     """
     check_ranges(config, RANGES)
-    _check_own_fields(config)
+    own = own_fields(config)
+    for name in OWN_FIELDS:
+        owners = [encoding for encoding, traits in ENCODING_TRAITS.items() if name in traits.fields]
+        owners += [f"rotary_init={start!r}" for start, facts in STARTS.items() if name in facts.fields]
+        refuse_unused(config, {name: None}, name in own, " or ".join(owners))
+    if not 0 <= (axis := config.relative_axis or 0) < config.num_axes:
+        raise ValueError(f"relative_axis={axis} must be one of {config.num_axes} axes, 0 … {config.num_axes - 1}.")
+    if (config.min_frequency or 0) > (config.max_frequency or 0):
+        raise ValueError(
+            f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."
+        )
     if config.position_encoding in ENCODING_TRAITS:
         _check_block_size(config)
         _check_rotary_init(config)
@@ -260,7 +274,7 @@ def check_rotations(config) -> None:
 
 def _check_block_size(config) -> None:
     encoding, size, traits = config.position_encoding, config.block_size, rotary_traits(config)
-    head_dim, axes = config.head_dim, config.num_axes
+    head_dim, axes, sizes = config.head_dim, config.num_axes, traits.block_sizes
     if traits.num_axes not in (None, axes):
         raise ValueError(
             f"{encoding} is defined on {traits.num_axes} axes, and there are {axes}: no published form for another "
@@ -271,15 +285,12 @@ def _check_block_size(config) -> None:
         width = getattr(config, "hidden_size", None)
         origin = "" if width is None else f" (hidden_size={width} / num_attention_heads={config.num_attention_heads})"
         raise ValueError(f"A head_dim of {head_dim}{origin} cannot be rotated; {encoding} needs at least 2.")
-    sizes, fits = traits.block_sizes, 2 <= size <= head_dim
-    # Report a fixed block size first. The other rules divide by `size`, so check its range before them.
-    if (fits or not sizes.varies) and not sizes.accepts(size, head_dim, axes):
-        assert sizes.rule is not None, "sizes are refused by a rule"
-        rule = sizes.rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
-        raise ValueError(f"{rule}; {_accepted_sizes(config)}.")
-    if not fits:
-        accepted = f"{encoding} takes 2 … {head_dim}" if sizes.rule is None else _accepted_sizes(config)
-        raise ValueError(f"block_size={size} does not fit a head_dim of {head_dim}: {accepted}.")
+    accepted = sizes.accepted(head_dim, axes)
+    if size not in accepted:
+        rule = sizes.rule if 2 <= size <= head_dim or not sizes.varies else ANY.rule
+        named = f"2 … {head_dim}" if sizes is ANY else accepted or "none, choose another head_dim"
+        refusal = rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
+        raise ValueError(f"{refusal}; accepted here: {named}.")
     if traits.planar and traits.serves_one_axis and head_dim < 2 * axes:
         raise ValueError(
             f"A head_dim of {head_dim} is too small for {encoding} on {axes} axes: it needs a plane for each axis, "
@@ -287,82 +298,20 @@ def _check_block_size(config) -> None:
         )
 
 
-def _accepted_sizes(config) -> str:
-    accepted = rotary_traits(config).block_sizes.accepted(config.head_dim, config.num_axes)
-    return f"accepted here: {accepted or 'none, choose another head_dim'}"
-
-
 def _check_rotary_init(config) -> None:
-    encoding, name, block_size = config.position_encoding, config.rotary_init, config.block_size
-    accepted = accepted_inits(config)
-    if name == "so3":
-        _check_so3(config, accepted)
-    if name is None and (obstacle := heads_obstacle(config)):
-        raise ValueError(f"{obstacle}.")
-    if name is None or name in accepted:
-        return
-    if not accepted:
-        raise ValueError(f"rotary_init={name!r}: {encoding} has no parameters to initialise.")
-    if obstacle := start_obstacle(config, name):
-        raise ValueError(f"rotary_init={name!r}: {obstacle}.")
-    available = [
-        f"{other} with an even block_size" if traits.block_sizes is ANY else other
-        for other, traits in ENCODING_TRAITS.items()
-        if name in traits.rotary_inits
-    ]
-    raise ValueError(
-        f"rotary_init={name!r} gives every plane of channels a frequency: it is available for {', '.join(available)}, "
-        f"not for {encoding} with block_size={block_size}, which accepts {', '.join(accepted)}."
-    )
-
-
-def _check_so3(config, accepted: tuple[str, ...]) -> None:
-    encoding, size, spins, scale = config.position_encoding, config.block_size, config.spins, config.rotary_init_scale
-    if "so3" not in accepted:
+    encoding, name, inits = config.position_encoding, config.rotary_init, rotary_traits(config).rotary_inits
+    if name in inits:
+        obstacle = STARTS[name].obstacle(config)
+    elif name is not None:
+        others = ", ".join(other for other, traits in ENCODING_TRAITS.items() if name in traits.rotary_inits)
+        obstacle = f"it is for {others}, not for {encoding}"
+    else:
+        obstacle = heads_obstacle(config)
+    if obstacle:
+        accepted = ", ".join(start for start in inits if STARTS[start].obstacle(config) is None)
         raise ValueError(
-            f"rotary_init='so3' needs free generators that do not commute, those of liere; {encoding} accepts "
-            f"{', '.join(accepted) or 'no rotary_init'}."
-        )
-    if hasattr(config, "coordinates"):
-        raise ValueError(
-            "rotary_init='so3' is for tokens whose positions are orientations, not for patches on a grid; accepted "
-            f"here: {', '.join(name for name in accepted if name != 'so3')}."
-        )
-    if config.num_axes != 3:
-        raise ValueError(
-            f"rotary_init='so3' rotates by rotation vectors, which have 3 axes; there are num_axes={config.num_axes}."
-        )
-    if spins is None:
-        blocks = ", ".join(f"{block} (spin {spin})" for block, spin in SPINS.items())
-        raise ValueError(
-            f"block_size={size} is not the size of one spin; accepted with rotary_init='so3' are {blocks}, and any "
-            "other together with spins, such as spins=[1, 2, 3] for 15 = 3 + 5 + 7."
-        )
-    if not any(spins) or min(spins) < 0:
-        raise ValueError(f"spins={spins} must be whole numbers of at least 0, and one of them above 0.")
-    if size != (needed := sum(2 * spin + 1 for spin in spins)):
-        raise ValueError(f"spins={spins} have 2l + 1 channels each, {needed} together; block_size={size} must be that.")
-    if scale != 1:
-        raise ValueError(
-            f"rotary_init_scale={scale}: multiples of the generators of rotary_init='so3' do not represent rotations, "
-            "because [sL_x, sL_y] = s² L_z is not sL_z; accepted: 1."
-        )
-
-
-def _check_own_fields(config) -> None:
-    given = {name: value for name in OWN_FIELDS if (value := getattr(config, name)) is not None}
-    if refused := {name: value for name, value in given.items() if name not in own_fields(config)}:
-        raise ValueError(
-            f"{refused} would do nothing with position_encoding={config.position_encoding!r} and rotary_init="
-            f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope and to "
-            "rotary_init='axial', spins to rotary_init='so3', relative_axis to spherical_rope and liere_product, the "
-            "others to golden_gate_rope and to rotary_init='golden_gate'."
-        )
-    if not 0 <= (axis := given.get("relative_axis", 0)) < config.num_axes:
-        raise ValueError(f"relative_axis={axis} must be one of {config.num_axes} axes, 0 … {config.num_axes - 1}.")
-    if given.get("min_frequency", 0) > given.get("max_frequency", 0):
-        raise ValueError(
-            f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."
+            f"rotary_init={name!r}: {obstacle}. With block_size={config.block_size}, {encoding} accepts "
+            f"{accepted or 'None, having no parameters to initialise'}."
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, closest, default_rotate_prefix
+from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, check_encoding, default_rotate_prefix
 from ..encoding.rotary_fields import GridFields, RotaryFields, check_format_version
 from .tower_patch import PLANS, PRETRAINED, TowerPlan, patched_towers
 
@@ -70,11 +70,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
     def __post_init__(self):
         self._check_types()
         check_format_version(self.format_version, FORMAT_VERSION)
-        if self.position_encoding not in ENCODING_TRAITS:
-            raise ValueError(
-                f"position_encoding={self.position_encoding!r} is not a rotary encoding"
-                f"{closest(self.position_encoding, ENCODING_TRAITS)}; accepted: {', '.join(ENCODING_TRAITS)}."
-            )
+        check_encoding(self.position_encoding, ENCODING_TRAITS)
         if self.coordinates == "physical":
             raise ValueError(
                 "coordinates='physical' need the spacing of every input, which pretrained models do not take."

@@ -72,35 +72,29 @@ class LieRETokensConfig(LieREConfig):
 
 
 def check_tokens(config) -> None:
-    """
-    Args:
-        config: A [`LieRETokensConfig`] that [`check_architecture`] accepts.
-
-    Raises:
-        ValueError: if the fields of positions contradict the encoding or each other.
-    """
-    for name, lowest, accepted in (("position_origin", -FLOAT32_MAX, ""), ("position_scale", 0, " above 0")):
-        values = config.by_axis(name)
-        if len(values) != config.num_axes or not all(lowest < value <= FLOAT32_MAX for value in values):
-            raise ValueError(
-                f"{name}={getattr(config, name)} must be one number{accepted} that is finite in float32, or "
-                f"{config.num_axes} of them, one per axis."
-            )
+    """Check the fields of positions in a [`LieRETokensConfig`] that [`check_architecture`] accepts."""
     if config.use_absolute_position_embeddings and config.position_table_size is None:
         raise ValueError(
             "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
             f"position_encoding='absolute' implies, needs position_table_size, {config.num_axes} numbers of entries, "
             "one per axis, of a table that is read at coordinates from 0 to 1."
         )
-    for name, unused in (("position_origin", 0), ("position_scale", 1)):
-        if not config.uses_positions and any(value != unused for value in config.by_axis(name)):
+    for name, lowest, accepted, unused in (
+        ("position_origin", -FLOAT32_MAX, "", 0),
+        ("position_scale", 0, " above 0", 1),
+    ):
+        values, given = config.by_axis(name), f"{name}={getattr(config, name)}"
+        if len(values) != config.num_axes or not all(lowest < value <= FLOAT32_MAX for value in values):
             raise ValueError(
-                f"{name}={getattr(config, name)} would do nothing with position_encoding={config.position_encoding!r}."
+                f"{given} must be one number{accepted} that is finite in float32, or {config.num_axes} of them, one "
+                "per axis."
             )
-        if config.rotary_init == "so3" and any(value != unused for value in config.by_axis(name)):
+        if not config.uses_positions and any(value != unused for value in values):
+            raise ValueError(f"{given} would do nothing with position_encoding={config.position_encoding!r}.")
+        if config.rotary_init == "so3" and any(value != unused for value in values):
             raise ValueError(
-                f"{name}={getattr(config, name)}: with rotary_init='so3' positions are rotation vectors, which cannot "
-                f"be moved or scaled: [sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
+                f"{given}: with rotary_init='so3' positions are rotation vectors, which cannot be moved or scaled: "
+                f"[sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
             )
     if config.folded_grids is not None and needs_exponential(config):
         raise ValueError(

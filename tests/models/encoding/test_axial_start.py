@@ -198,12 +198,12 @@ REFUSED = [
     ),
     (
         {"position_encoding": "circulant_string", "block_size": 6},
-        "cannot contain axial_rope: its blocks rotate the planes of a Fourier",
+        "it is for rope_mixed, .*, not for circulant_string",
     ),
-    ({"position_encoding": "spherical_rope"}, "cannot contain axial_rope: it rotates three channels"),
+    ({"position_encoding": "spherical_rope"}, "it is for rope_mixed, .*, not for spherical_rope"),
     ({"position_encoding": "golden_gate_rope"}, "no parameters to initialise"),
     ({"position_encoding": "rope_mixed", "head_dim": 2}, "head_dim=2 is too small .* a plane for each of 2 axes"),
-    ({"position_encoding": "rope_mixed", "min_frequency": 0.1}, "'min_frequency': 0.1} would do nothing"),
+    ({"position_encoding": "rope_mixed", "min_frequency": 0.1}, "min_frequency=0.1 would do nothing"),
 ]
 
 

@@ -204,10 +204,10 @@ REFUSED = [
     ({"spins": [-1, 2]}, r"spins=\[-1, 2\] must be whole numbers of at least 0"),
     ({"spins": [1.5]}, r"spins.*1\.5"),
     ({"spins": [6, 6]}, "block_size=26 does not fit a head_dim of 24"),
-    ({"rotary_init_scale": 0.5}, r"rotary_init_scale=0.5: .*\[sL_x, sL_y\] = s² L_z is not sL_z; accepted: 1"),
-    ({"rotary_init": "uniform", "spins": [1]}, r"'spins': \[1\]} would do nothing.*spins to rotary_init='so3'"),
+    ({"rotary_init_scale": 0.5}, r"rotary_init_scale=0.5 must be 1: .*\[sL_x, sL_y\] = s² L_z is not sL_z"),
+    ({"rotary_init": "uniform", "spins": [1]}, r"spins=\[1\] would do nothing here: accepted with rotary_init='so3'"),
     *(
-        ({"position_encoding": name}, f"needs free generators that do not commute, those of liere; {name} accepts")
+        ({"position_encoding": name}, f"it is for liere, not for {name}. .* {name} accepts")
         for name in ("rope_mixed", "comrope_ld", "axial_rope", "cayley_string")
     ),
 ]
@@ -243,7 +243,7 @@ def test_places_on_a_grid_are_not_orientations():
 @pytest.mark.parametrize("angle, warned", [(180.0, True), (6.2, False)])
 def test_degrees_are_noticed(angle, warned, caplog, monkeypatch):
     """In the layer and in models of tokens; a vector up to a full turn is no reason to warn."""
-    logger = logging.getLogger("hf_liere.models.encoding.rotary_encoding")
+    logger = logging.getLogger("hf_liere.models.encoding.placement")
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logger, "propagate", True)
     transformers_logging.warning_once.cache_clear()

@@ -132,20 +132,35 @@ BAD = [
     ({"position_encoding": "comrope_ap", "block_size": 8}, r"block_size=8 times 2 axes .*\[2, 3, 4, 6, 12\]"),
     ({"position_encoding": "axial_rope", "hidden_size": 6}, "head_dim of 3 is too small.* 4"),
     ({"position_encoding": "axial_rope", "rotary_init": "zeros"}, "'zeros'.*no parameters"),
-    ({"position_encoding": "comrope_ld", "rotary_init": "frequencies"}, "liere with an even block_size.*comrope_ld"),
+    (
+        {"position_encoding": "comrope_ld", "rotary_init": "frequencies"},
+        "it is for rope_mixed, liere, .*, not for comrope_ld. .* accepts normal, uniform",
+    ),
     ({"position_encoding": "liere", "rotary_init": "ones"}, "uniform.*ones"),
     (
         {"position_encoding": "liere", "block_size": 3, "rotary_init": "golden_gate"},
-        "available for rope_mixed, liere with an even block_size, .* not for liere with block_size=3.*uniform",
+        "blocks of 3 channels would cut them. With block_size=3, liere accepts uniform",
     ),
     ({"position_encoding": "spherical_rope", "rotary_init": "golden_gate"}, "not for spherical_rope"),
-    ({"position_encoding": "golden_gate_rope", "rotary_init": "zeros"}, "golden_gate_rope has no parameters"),
+    (
+        {"position_encoding": "golden_gate_rope", "rotary_init": "zeros"},
+        "golden_gate_rope accepts None, having no parameters",
+    ),
     ({"position_encoding": "golden_gate_rope", "unrotated_share": 1.0}, r"unrotated_share=1.0 must lie in \[0, 1\)"),
     ({"position_encoding": "golden_gate_rope", "min_frequency": 0}, "min_frequency=0 must be positive"),
     ({"position_encoding": "golden_gate_rope", "min_frequency": 2}, "min_frequency=2 must not be above max_freq"),
-    ({"position_encoding": "rope_mixed", "max_frequency": 2}, "'max_frequency': 2} would do nothing.*golden_gate_rope"),
-    ({"position_encoding": "none", "axial_layout": "blocks"}, "'axial_layout': 'blocks'} would do nothing.*axial_rope"),
-    ({"position_encoding": "liere", "relative_axis": 1}, "'relative_axis': 1} would do nothing.*liere_product"),
+    (
+        {"position_encoding": "rope_mixed", "max_frequency": 2},
+        "max_frequency=2 would do nothing here: accepted with golden_gate_rope or rotary_init='gol",
+    ),
+    (
+        {"position_encoding": "none", "axial_layout": "blocks"},
+        "axial_layout='blocks' would do nothing here: accepted with axial_rope",
+    ),
+    (
+        {"position_encoding": "liere", "relative_axis": 1},
+        "relative_axis=1 would do nothing here: accepted with spherical_rope or liere_product",
+    ),
     ({"position_encoding": "liere_product", "relative_axis": 2}, "relative_axis=2 must be one of 2 axes, 0 … 1"),
     ({"position_encoding": "spherical_rope", "relative_axis": -1}, "relative_axis=-1 must be one of 2 axes"),
     ({"position_encoding": "axial_rope", "axial_layout": "columns"}, "interleaved.*got columns"),
@@ -154,11 +169,17 @@ BAD = [
     ({"position_encoding": "cayley_string", "block_size": 3}, r"block_size=3 must be even .*\[2, 4, 6, 8, 12, 24\]"),
     ({"position_encoding": "liere_product", "block_size": 3}, r"block_size=3 must be even .*\[2, 4, 6, 8, 12, 24\]"),
     ({"position_encoding": "cayley_string", "head_dim": 9}, "block_size=9 must be even .*none, choose another"),
-    ({"position_encoding": "none", "block_size": 8}, "'none' has no rotations.*'block_size': 8"),
-    ({"position_encoding": "absolute", "share_heads": True}, "'absolute' has no rotations.*'share_heads'"),
-    ({"position_encoding": "none", "rotate_values": True}, "'none' has no rotations.*'rotate_values': True"),
+    (
+        {"position_encoding": "none", "block_size": 8},
+        "block_size=8 would do nothing here: accepted with one of the encodings axial_rope",
+    ),
+    ({"position_encoding": "absolute", "share_heads": True}, "share_heads=True would do nothing"),
+    ({"position_encoding": "none", "rotate_values": True}, "rotate_values=True would do nothing"),
     ({"position_encoding": "absolute", "use_absolute_position_embeddings": False}, "contradicts"),
-    ({"position_encoding": "none", "position_perturbation": 0.5}, "0.5 has nothing to perturb"),
+    (
+        {"position_encoding": "none", "position_perturbation": 0.5},
+        "0.5 would do nothing here: accepted with any position_encoding but 'none'",
+    ),
     ({"position_perturbation": -1.0}, "position_perturbation=-1.0"),
     ({"coordinates": "pixels"}, "train_grid.*pixels"),
     ({"num_attention_heads": 5}, "hidden_size=48 is not divisible by num_attention_heads=5"),
@@ -179,11 +200,14 @@ BAD = [
     ({"classifier_hidden_size": 0}, "classifier_hidden_size=0 must be at least 1"),
     ({"final_norm": "patches"}, "pooled.*got patches"),
     ({"pooling": "prefix", "use_class_token": False}, "needs a class token or register tokens"),
-    ({"position_table_size": [4, 4]}, r"position_table_size=\[4, 4\].*use_absolute_position_embeddings is False"),
+    (
+        {"position_table_size": [4, 4]},
+        r"position_table_size=\[4, 4\] would do nothing.*use_absolute_position_embeddings=True",
+    ),
     ({"position_encoding": "absolute", "position_table_size": [4]}, r"\[4\] must be 2 numbers"),
     (
         {"position_encoding": "absolute", "position_table_size": [4, 4], "position_table_resize": "truncate"},
-        "'truncate' has no meaning with position_table_size",
+        "'truncate' would do nothing .* position_table_size=None",
     ),
     ({"position_encoding": "absolute", "position_table_resize": "nearest"}, "antialias.*got nearest"),
     (
@@ -194,7 +218,7 @@ BAD = [
         {"coordinates": "centred_grid", "use_absolute_position_embeddings": True, "position_table_size": [4, 4]},
         r"position_table_size=\[4, 4\] .*half of these are negative",
     ),
-    ({"prefix_coordinate": 0.25}, "prefix_coordinate=0.25 would do nothing without rotate_prefix=True"),
+    ({"prefix_coordinate": 0.25}, "prefix_coordinate=0.25 would do nothing here: accepted with rotate_prefix=True"),
     ({"prefix_coordinate": float("inf"), "rotate_prefix": True}, "prefix_coordinate=inf must be finite"),
     ({"prefix_coordinate": 1e308, "rotate_prefix": True}, "prefix_coordinate=1e.308 must be finite in float32"),
     ({"hidden_act": "geluu"}, "hidden_act='geluu' must be one of .*gelu,"),
@@ -207,7 +231,7 @@ BAD = [
     ({"position_jitter": 0.5}, "position_jitter=0.5 must be at least 1 and finite in float32, or None"),
     ({"position_rescale": float("nan")}, "position_rescale=nan must be at least 1"),
     *(
-        ({"position_encoding": encoding, "position_rescale": 2.0}, "'position_rescale': 2.0} would do nothing")
+        ({"position_encoding": encoding, "position_rescale": 2.0}, "position_rescale=2.0 would do nothing")
         for encoding in ("none", "absolute")
     ),
     *(

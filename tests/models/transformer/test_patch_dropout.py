@@ -246,7 +246,7 @@ def test_what_cannot_be_dropped_is_refused(tiny):
     for fields, message in (
         ({"patch_dropout_prob": 1.0}, r"patch_dropout_prob=1.0 must lie in \[0, 1\)"),
         ({"patch_dropout_prob": -0.1}, "patch_dropout_prob=-0.1"),
-        ({"patch_dropout_prob": 0.5, "folded_grids": [[4, 4]]}, "patch_dropout_prob=0.5 is for training"),
+        ({"patch_dropout_prob": 0.5, "folded_grids": [[4, 4]]}, "patch_dropout_prob=0.5 would do nothing"),
     ):
         with pytest.raises(StrictDataclassError, match=message):
             tiny(**fields)

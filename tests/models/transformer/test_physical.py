@@ -187,7 +187,10 @@ def test_models_that_take_no_spacing(tiny, tiny_video):
         ({"physical_unit": None}, "'physical' need physical_unit, not None"),
         ({"physical_unit": [1.0]}, r"not \[1.0\]: .* one positive number or 2"),
         ({"physical_unit": 0.0}, "physical_unit, not 0.0"),
-        ({"physical_unit": 2.0, "coordinates": "unit"}, "physical_unit=2.0 would do nothing with coordinates='unit'"),
+        (
+            {"physical_unit": 2.0, "coordinates": "unit"},
+            "physical_unit=2.0 would do nothing here: accepted with coordinates='physical'",
+        ),
         ({"physical_unit": 2.0, "folded_grids": [[4, 4]]}, "depend on the spacing"),
     ):
         with pytest.raises(StrictDataclassError, match=message):

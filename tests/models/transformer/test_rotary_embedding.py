@@ -411,7 +411,7 @@ def test_saved_and_loaded(tmp_path):
         ({"head_dim": 1, "block_size": 2}, "A head_dim of 1 cannot be rotated; liere needs at least 2"),
         ({"num_axes": 7}, "num_axes=7 must lie in 1 … 6"),
         ({"num_axes": 0}, "num_axes=0 must lie in 1 … 6"),
-        ({"position_encoding": "absolute"}, "'absolute' is not a rotary encoding; accepted: axial_rope"),
+        ({"position_encoding": "absolute"}, "'absolute'; accepted are axial_rope"),
         ({"block_size": 100}, "block_size=100 does not fit a head_dim of 48"),
         ({"position_encoding": "comrope_ap", "num_axes": 5}, "comrope_ap"),
         ({"rotary_init": "other"}, "rotary_init"),
