@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
-from .encoding_traits import ENCODING_CLASSES, ROUNDED, TRAINING_ONLY, needs_exponential, rotary_traits, traits_of
+from .encoding_traits import ENCODING_CLASSES, ROUNDED, TRAINING_ONLY, needs_exponential, traits_of
 from .rotary_encoding import RotaryEncoding
 from .rotary_fields import RotaryFields, check_rotations
 
@@ -48,15 +48,7 @@ def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
 
 
 def build_encoding(config, num_axes: int) -> RotaryEncoding:
-    """
-    The module for `config.position_encoding`, which rotates, initialised by `rotary_init`.
-
-    Raises:
-        ValueError: if the encoding does not support this number of axes.
-    """
-    traits = rotary_traits(config)
-    if traits.num_axes not in (None, num_axes):
-        raise ValueError(f"{config.position_encoding} is defined on {traits.num_axes} axes, not on {num_axes}.")
+    """The module for `config.position_encoding`, which rotates, initialised by `rotary_init`."""
     kind = ENCODING_CLASSES[config.position_encoding]
     if config.folded_grids is not None:
         kind = kind.folded_class(config)
@@ -98,20 +90,19 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
             setattr(folded.config, name, neutral)
     folded.config.validate()
     encoding = encoder.rotary_encoding
-    reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)
-    rotations: dict[tuple[int, ...], Iterable] = {}
+    if not (constant or encoding.in_basis):
+        return folded.requires_grad_(False)
+    reference = next(encoding.parameters())
+    folded_encoding = build_encoding(folded.config, config.num_axes).to(reference)
     if constant:
-        for grid in map(tuple, grids):
-            rotations[grid] = encoder.rotations(encoder.grid_positions(grid, reference.device))
-    encoder.rotary_encoding = build_encoding(folded.config, config.num_axes).to(reference)
-    if constant:
-        encoder.rotary_encoding.copy_rotations(encoding, rotations)
-    elif encoding.in_basis:
-        encoder.rotary_encoding.copy_rotations(encoding)
+        placed = {grid: encoder.grid_positions(grid, reference.device) for grid in map(tuple, grids)}
+        rotations = {grid: encoder.rotations(positions) for grid, positions in placed.items()}
+        folded_encoding.copy_rotations(encoding, rotations)
+    else:
+        folded_encoding.copy_rotations(encoding)
         for layer, basis in zip(encoder.layers, encoding.bases()):
             layer.attention.fold(basis)
-    else:
-        encoder.rotary_encoding = encoding
+    encoder.rotary_encoding = folded_encoding
     return folded.requires_grad_(False)
 
 

@@ -1,6 +1,7 @@
 """Embeddings of tokens: patches, class and register tokens, and the learned position table."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,15 +80,10 @@ class LieRETokenEmbeddings(nn.Module):
             nn.Parameter(torch.empty(1, config.num_register_tokens, width)) if config.num_register_tokens else None
         )
         self.mask_token = nn.Parameter(torch.empty(1, 1, width)) if use_mask_token else None
-        self.position_embeddings = None
+        self.position_embeddings: Any = None
         if config.use_absolute_position_embeddings:
             self.position_embeddings = nn.Parameter(torch.empty(1, table_length, width))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def read_table(self, positions: torch.Tensor) -> torch.Tensor:
-        """(N, A) or (B, N, A) positions → (1 or B, N, hidden_size), from the table of `position_table_size`."""
-        assert self.position_embeddings is not None and self.table_size is not None, "the model has a table"
-        return read_table(self.position_embeddings, self.table_size, positions)
 
     def assemble(
         self,
@@ -110,14 +106,14 @@ class LieRETokenEmbeddings(nn.Module):
             ValueError: if `bool_masked_pos` has another shape or the model has no mask token.
         """
         batch_size, num_tokens = embeddings.shape[:2]
-        if bool_masked_pos is not None and self.mask_token is None:
-            raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
-        if bool_masked_pos is not None and tuple(bool_masked_pos.shape) != (batch_size, num_tokens):
-            raise ValueError(
-                f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
-                f"{(batch_size, num_tokens)}."
-            )
         if bool_masked_pos is not None:
+            if self.mask_token is None:
+                raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
+            if tuple(bool_masked_pos.shape) != (batch_size, num_tokens):
+                raise ValueError(
+                    f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
+                    f"{(batch_size, num_tokens)}."
+                )
             mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)  # (B, N, 1)
             embeddings = embeddings * (1 - mask) + self.mask_token * mask  # (B, N, hidden_size)
         if table is not None:
@@ -133,7 +129,7 @@ class LieRETokenEmbeddings(nn.Module):
                 coordinates = positions.padded(embeddings.shape[1])
             else:
                 coordinates = positions.locate().coordinates
-            embeddings = embeddings + self.read_table(coordinates)
+            embeddings = embeddings + read_table(self.position_embeddings, self.table_size, coordinates)
         return self.dropout(embeddings)
 
 
@@ -151,18 +147,15 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         super().__init__(config, length, use_mask_token)
         self.train_grid = config.train_grid
         self.table_resize = config.position_table_resize
+        # Whether the training patches have a learned table.
+        self.has_table = config.use_absolute_position_embeddings and self.table_size is None
         self.patch_embeddings = LieREPatchEmbeddings(config)
 
     def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor | None:
         """(1, patches, hidden_size) table for a grid, `None` without a table, see [`position_tables.patch_table`]."""
-        if self.position_embeddings is None or not self.has_table:
+        if not self.has_table:
             return None
         return patch_table(self.position_embeddings, self.train_grid, grid, self.table_resize, offsets)
-
-    @property
-    def has_table(self) -> bool:
-        """Whether the training patches have a learned table."""
-        return self.position_embeddings is not None and self.table_size is None
 
     def forward(
         self,
@@ -178,8 +171,6 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         Raises:
             ValueError: as [`assemble`].
         """
-        cls_entry = None
-        if self.position_embeddings is not None and self.has_table:
-            cls_entry = self.position_embeddings[:, :1]
+        cls_entry = self.position_embeddings[:, :1] if self.has_table else None
         embeddings = self.patch_embeddings(pixels)  # (B, N, hidden_size)
         return self.assemble(embeddings, positions, bool_masked_pos, table, cls_entry)

@@ -241,15 +241,20 @@ class LieREViTModel(LieREPixelModel):
 
 
 class LieREForClassification(LieREPreTrainedModel):
-    """An encoder, `encoder_class`, with a classifier on its pooled output: linear, or with one hidden layer."""
+    """
+    An encoder, `encoder_class`, with a classifier on its pooled output: linear, or with one hidden layer.
 
-    encoder_class: type[LieREPixelModel]
+    Args:
+        width: That of what is classified; `None` means the pooled output.
+    """
 
-    def __init__(self, config: LieREPixelConfig):
+    encoder_class: type[LieREEncoderModel]
+
+    def __init__(self, config: LieREConfig, width: int | None = None):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.liere = self.encoder_class(config)
-        self.classifier = build_classifier(config, config.pooled_size)
+        self.classifier = build_classifier(config, config.pooled_size if width is None else width)
         self.post_init()
 
     @can_return_tuple

@@ -15,8 +15,7 @@ from ..encoding.positions import TokenPositions
 from ..fast.dispatch import values_are_unknown
 from .configuration_liere_tokens import LieRETokensConfig
 from .embeddings import LieRETokenEmbeddings
-from .modeling_liere import LieREEncoderModel
-from .pooling import build_classifier
+from .modeling_liere import LieREEncoderModel, LieREForClassification
 from .pretrained import LieREPreTrainedModel
 
 
@@ -173,7 +172,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         return self.transform(embeddings, placed, attention_mask, **kwargs)
 
 
-class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):
+class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel, LieREForClassification):
     """
     [`LieRETokensModel`] with a classifier on its pooled output: linear, or with one hidden layer.
 
@@ -188,12 +187,7 @@ class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):
     ```
     """
 
-    def __init__(self, config: LieRETokensConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.liere = LieRETokensModel(config)
-        self.classifier = build_classifier(config, config.pooled_size)
-        self.post_init()
+    encoder_class = LieRETokensModel
 
     @can_return_tuple
     def forward(
@@ -214,7 +208,7 @@ class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):
         return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
-class LieRETokensForTokenClassification(LieRETokensPreTrainedModel):
+class LieRETokensForTokenClassification(LieRETokensPreTrainedModel, LieREForClassification):
     """
     [`LieRETokensModel`] with a classifier on every token: linear, or with one hidden layer.
 
@@ -231,17 +225,15 @@ class LieRETokensForTokenClassification(LieRETokensPreTrainedModel):
         ValueError: with `final_norm="pooled"`, which does not normalise tokens.
     """
 
+    encoder_class = LieRETokensModel
+
     def __init__(self, config: LieRETokensConfig):
-        super().__init__(config)
         if config.final_norm == "pooled":
             raise ValueError(
                 "final_norm='pooled' normalises the pooled output, which a classifier of tokens does not use; accepted "
                 "here: 'tokens', 'none'."
             )
-        self.num_labels = config.num_labels
-        self.liere = LieRETokensModel(config)
-        self.classifier = build_classifier(config, config.hidden_size)
-        self.post_init()
+        super().__init__(config, config.hidden_size)
 
     @can_return_tuple
     def forward(
