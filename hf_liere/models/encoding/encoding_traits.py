@@ -47,7 +47,7 @@ class BlockSizes:
 
     Attributes:
         accepts: (b, head_dim, number of axes) → whether the size is accepted.
-        rule: Message about other sizes, with the names size, encoding, head_dim and axes.
+        rule: Message about other sizes after "block_size=5", with the names encoding, head_dim and axes.
         default: Default size; `None` means the whole head.
     """
 
@@ -63,34 +63,23 @@ class BlockSizes:
         return [size for size in range(2, head_dim + 1) if self.accepts(size, head_dim, num_axes)]
 
 
-PLANES = BlockSizes(
-    lambda size, *_: size == 2, "block_size={size}: {encoding} rotates planes, its only block_size is 2", 2
-)
-TRIPLES = BlockSizes(
-    lambda size, *_: size == 3,
-    "block_size={size}: {encoding} rotates three channels about two axes, its only block_size is 3",
-    3,
-)
-ANY = BlockSizes(lambda size, *_: True, "block_size={size} does not fit a head_dim of {head_dim}", 8)
-DIVISORS = BlockSizes(
-    lambda size, head_dim, _: head_dim % size == 0,
-    "block_size={size} must divide head_dim={head_dim} for {encoding}",
-    8,
-)
+PLANES = BlockSizes(lambda size, *_: size == 2, ": {encoding} rotates planes, its only block_size is 2", 2)
+TRIPLES = BlockSizes(lambda size, *_: size == 3, ": {encoding} rotates three channels, its only block_size is 3", 3)
+ANY = BlockSizes(lambda *_: True, " does not fit a head_dim of {head_dim}", 8)
+DIVISORS = BlockSizes(lambda size, width, _: width % size == 0, " must divide head_dim={head_dim} for {encoding}", 8)
 DIVISORS_BY_AXIS = BlockSizes(
     lambda size, head_dim, axes: head_dim % (size * axes) == 0,
-    "block_size={size} times {axes} axes must divide head_dim={head_dim} for {encoding} (each block serves one axis)",
+    " times {axes} axes must divide head_dim={head_dim} for {encoding} (each block serves one axis)",
     8,
 )
 EVEN_DIVISORS = BlockSizes(
     lambda size, head_dim, _: head_dim % size == 0 and size % 2 == 0,
-    "block_size={size} must be even and divide head_dim={head_dim} for {encoding}, whose blocks are made of planes",
+    " must be even and divide head_dim={head_dim} for {encoding}, whose blocks are made of planes",
     None,
 )
 CIRCULANTS = BlockSizes(
     lambda size, head_dim, _: head_dim % size == 0 and size > 2,
-    "block_size={size} must be above 2 and divide head_dim={head_dim} for {encoding}: circulant skew-symmetric "
-    "matrices of size 2 are zero",
+    " must be above 2 and divide head_dim={head_dim} for {encoding}: circulant skew-symmetric matrices of size 2 are 0",
     16,
 )
 
@@ -288,23 +277,20 @@ def _axial_obstacle(config) -> str | None:
     traits, encoding, head_dim, axes = rotary_traits(config), config.position_encoding, config.head_dim, config.num_axes
     if obstacle := heads_obstacle(config):
         return obstacle
-    whole_heads = config.axial_layout == "heads"
-    count = head_dim // (2 if whole_heads else 2 * axes)
+    # In whole heads, the axis is the only one.
+    shared = 1 if config.axial_layout == "heads" else axes
+    count = head_dim // (2 * shared)
     if not count:
         return f"head_dim={head_dim} is too small for axial_rope, which needs a plane for each of {axes} axes"
-    served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
-    if whole_heads:
-        # Every axis has heads in which it is the only one.
-        served = [0] * count
-    reason = _block_obstacle(traits, config.block_size, head_dim, axes, served)
-    if reason is None:
-        return None
+    served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(shared * count)]
     sizes = traits.block_sizes.accepted(head_dim, axes)
-    fitting = [size for size in sizes if _block_obstacle(traits, size, head_dim, axes, served) is None]
+    reasons = {size: _block_obstacle(traits, size, head_dim, axes, served) for size in sizes}
+    if (reason := reasons[config.block_size]) is None:
+        return None
+    fitting = [size for size, other in reasons.items() if other is None]
     return (
-        f"{encoding} with block_size={config.block_size} cannot contain axial_rope with head_dim={head_dim}, {axes} "
-        f"axes and axial_layout={config.axial_layout!r}: {reason}; accepted here: "
-        f"{f'block_size in {fitting}' if fitting else 'no block_size'}"
+        f"{encoding} cannot contain axial_rope with head_dim={head_dim}, {axes} axes and axial_layout="
+        f"{config.axial_layout!r}: {reason}; accepted here: block_size in {fitting}"
     )
 
 

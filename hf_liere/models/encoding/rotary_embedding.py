@@ -359,14 +359,12 @@ class LieRotaryEmbedding(nn.Module):
         self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int | None, states: torch.Tensor
     ) -> TokenRotation:
         """The rotation of a layer for (B, H, N, D) states."""
-        if layer is None and self.num_layers > 1:
+        layer = 0 if layer is None and self.num_layers == 1 else layer
+        if layer is None or not 0 <= layer < self.num_layers:
             raise ValueError(
-                f"This module has rotations of {self.num_layers} layers: pass layer=0 … {self.num_layers - 1}, the one "
-                "that calls it."
+                f"layer={layer}: this module has rotations of {self.num_layers} layers; accepted: 0 … "
+                f"{self.num_layers - 1}, the one that calls it."
             )
-        layer = 0 if layer is None else layer
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer={layer} must be from 0 to {self.num_layers - 1}.")
         rotation = None
         if isinstance(positions, (list, tuple)) and len(positions) == self.num_layers:
             rotation = positions[layer]

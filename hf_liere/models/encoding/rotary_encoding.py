@@ -96,7 +96,8 @@ class RotaryEncoding(LearnedRotations):
         if isinstance(positions, GroupedPositions):
             groups = zip(*self._rotate_groups(positions.groups, dtype))
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
-        layers = ALL_LAYERS if layer is None else self._select_layer(layer)
+        # Shared generators are those of every layer.
+        layers = ALL_LAYERS if layer is None or self.layers == 1 else slice(layer, layer + 1)
         rotations = self._find_rotations(positions, dtype, layers)
         return rotations if layer is None else [next(iter(rotations))]
 
@@ -125,10 +126,6 @@ class RotaryEncoding(LearnedRotations):
         lengths, together = [len(group) for group in coordinates], TokenPositions(torch.cat(coordinates))
         rotations = self.forward(together, dtype)
         return list(zip(*(each.split(lengths) for each in rotations if not isinstance(each, GroupedRotation))))
-
-    def _select_layer(self, layer: int) -> slice:
-        """Where the generators of a layer are among those of all layers."""
-        return slice(layer, layer + 1) if self.layers > 1 else ALL_LAYERS
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS

@@ -289,8 +289,8 @@ def _check_block_size(config) -> None:
     if size not in accepted:
         rule = sizes.rule if 2 <= size <= head_dim or not sizes.varies else ANY.rule
         named = f"2 … {head_dim}" if sizes is ANY else accepted or "none, choose another head_dim"
-        refusal = rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
-        raise ValueError(f"{refusal}; accepted here: {named}.")
+        rule = rule.format(encoding=encoding, head_dim=head_dim, axes=axes)
+        raise ValueError(f"block_size={size}{rule}; accepted here: {named}.")
     if traits.planar and traits.serves_one_axis and head_dim < 2 * axes:
         raise ValueError(
             f"A head_dim of {head_dim} is too small for {encoding} on {axes} axes: it needs a plane for each axis, "
@@ -300,13 +300,12 @@ def _check_block_size(config) -> None:
 
 def _check_rotary_init(config) -> None:
     encoding, name, inits = config.position_encoding, config.rotary_init, rotary_traits(config).rotary_inits
-    if name in inits:
-        obstacle = STARTS[name].obstacle(config)
-    elif name is not None:
-        others = ", ".join(other for other, traits in ENCODING_TRAITS.items() if name in traits.rotary_inits)
-        obstacle = f"it is for {others}, not for {encoding}"
-    else:
-        obstacle = heads_obstacle(config)
+    if name is None:
+        if obstacle := heads_obstacle(config):
+            raise ValueError(f"{obstacle}.")
+        return
+    others = ", ".join(other for other, traits in ENCODING_TRAITS.items() if name in traits.rotary_inits)
+    obstacle = STARTS[name].obstacle(config) if name in inits else f"it is for {others}, not for {encoding}"
     if obstacle:
         accepted = ", ".join(start for start in inits if STARTS[start].obstacle(config) is None)
         raise ValueError(

@@ -7,7 +7,6 @@ from huggingface_hub.dataclasses import strict
 from ..encoding.encoding_traits import needs_exponential
 from ..encoding.rotary_fields import FLOAT32_MAX
 from .configuration_liere import LieREConfig, LieREVideoConfig
-from .validation import check_architecture
 
 
 @strict
@@ -58,10 +57,36 @@ class LieRETokensConfig(LieREConfig):
         value = getattr(self, name)
         return (value,) * self.num_axes if isinstance(value, (int, float)) else tuple(value)
 
-    def validate_architecture(self):
-        """As [`LieREConfig.validate_architecture`]."""
-        check_architecture(self)
-        check_tokens(self)
+    def validate_positions(self):
+        """Raise `ValueError` if the fields of positions contradict the encoding or each other."""
+        axes, encoding = self.num_axes, self.position_encoding
+        if self.use_absolute_position_embeddings and self.position_table_size is None:
+            raise ValueError(
+                "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
+                f"position_encoding='absolute' implies, needs position_table_size, {axes} numbers of entries, one per "
+                "axis, of a table that is read at coordinates from 0 to 1."
+            )
+        for name, lowest, accepted, unused in (
+            ("position_origin", -FLOAT32_MAX, "", 0),
+            ("position_scale", 0, " above 0", 1),
+        ):
+            values, given = self.by_axis(name), f"{name}={getattr(self, name)}"
+            if len(values) != axes or not all(lowest < value <= FLOAT32_MAX for value in values):
+                raise ValueError(
+                    f"{given} must be one number{accepted} that is finite in float32, or {axes} of them, one per axis."
+                )
+            if not self.uses_positions and any(value != unused for value in values):
+                raise ValueError(f"{given} would do nothing with position_encoding={encoding!r}.")
+            if self.rotary_init == "so3" and any(value != unused for value in values):
+                raise ValueError(
+                    f"{given}: with rotary_init='so3' positions are rotation vectors, which cannot be moved or scaled: "
+                    f"[sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
+                )
+        if self.folded_grids is not None and needs_exponential(self):
+            raise ValueError(
+                f"folded_grids={self.folded_grids}: {encoding} with block_size={self.block_size} has constant "
+                "rotations for grids only, and tokens have no grid; accepted: None."
+            )
         others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
         others -= {field.name for field in dataclasses.fields(self)}
         if refused := sorted(name for name in others if hasattr(self, name)):
@@ -69,35 +94,3 @@ class LieRETokensConfig(LieREConfig):
                 f"{', '.join(refused)}: fields of images and videos have no meaning for tokens, which have "
                 "feature_size, num_axes, position_origin and position_scale."
             )
-
-
-def check_tokens(config) -> None:
-    """Check the fields of positions in a [`LieRETokensConfig`] that [`check_architecture`] accepts."""
-    if config.use_absolute_position_embeddings and config.position_table_size is None:
-        raise ValueError(
-            "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
-            f"position_encoding='absolute' implies, needs position_table_size, {config.num_axes} numbers of entries, "
-            "one per axis, of a table that is read at coordinates from 0 to 1."
-        )
-    for name, lowest, accepted, unused in (
-        ("position_origin", -FLOAT32_MAX, "", 0),
-        ("position_scale", 0, " above 0", 1),
-    ):
-        values, given = config.by_axis(name), f"{name}={getattr(config, name)}"
-        if len(values) != config.num_axes or not all(lowest < value <= FLOAT32_MAX for value in values):
-            raise ValueError(
-                f"{given} must be one number{accepted} that is finite in float32, or {config.num_axes} of them, one "
-                "per axis."
-            )
-        if not config.uses_positions and any(value != unused for value in values):
-            raise ValueError(f"{given} would do nothing with position_encoding={config.position_encoding!r}.")
-        if config.rotary_init == "so3" and any(value != unused for value in values):
-            raise ValueError(
-                f"{given}: with rotary_init='so3' positions are rotation vectors, which cannot be moved or scaled: "
-                f"[sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
-            )
-    if config.folded_grids is not None and needs_exponential(config):
-        raise ValueError(
-            f"folded_grids={config.folded_grids}: {config.position_encoding} with block_size="
-            f"{config.block_size} has constant rotations for grids only, and tokens have no grid; accepted: None."
-        )

@@ -436,7 +436,7 @@ def test_arguments_that_do_not_fit(options, message):
         ({"key": torch.zeros(2, 3, 5, HEAD_DIM)}, r"key of shape \(2, 3, 5, 48\) must be \(batch, 2 heads"),
         ({"query": torch.zeros(2, HEADS, 5, 64)}, "head_dim=48"),
         ({"query": torch.zeros(2, HEADS, 5, HEAD_DIM, dtype=torch.int)}, "query are torch.int32"),
-        ({"layer": 1}, "layer=1 must be from 0 to 0"),
+        ({"layer": 1}, "layer=1: this module has rotations of 1 layers; accepted: 0 … 0"),
         (
             {"positions": [[0.0, 0.0]] * 5},
             r"positions are a list; accepted are a floating point tensor of shape \(tokens, 2",
@@ -464,9 +464,9 @@ def test_one_of_several_layers_is_named(shared):
     rotary = build("rope_mixed", num_layers=3, share_layers=shared)
     (query, key), positions = inputs(), torch.zeros(5, 2)
     for given in (positions, rotary.rotations(positions)):
-        with pytest.raises(ValueError, match="rotations of 3 layers: pass layer=0 … 2"):
+        with pytest.raises(ValueError, match="layer=None: this module has rotations of 3 layers; accepted: 0 … 2"):
             rotary(query, key, given)
-        with pytest.raises(ValueError, match="rotations of 3 layers: pass layer=0 … 2"):
+        with pytest.raises(ValueError, match="layer=None: this module has rotations of 3 layers; accepted: 0 … 2"):
             rotary.rotate(key, given)
     with pytest.raises(ValueError, match="positions are a list; accepted are"):
         rotary.rotate(key, rotary.rotations(positions)[:2], layer=0)
