@@ -46,7 +46,7 @@ FOREIGN_NAMES = {name: ours for ours, names in NAMES.items() for name in names.s
 def warn_of_names(config: Any, given: Mapping[str, Any]) -> None:
     """Warn of names that are not fields, of any configuration of transformers; [`check_names`] refuses others."""
     fields = [field.name for field in dataclasses.fields(config)]
-    common = {"auto_map", "mlp_ratio", "torch_dtype", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
+    common = {"auto_map", "mlp_ratio", "stage_names", "torch_dtype", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
     for name in given:
         if name in common or name.startswith("_") or find_field(type(config), name) is not None:
             continue
