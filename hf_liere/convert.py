@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from .conversion.base import ConversionError
-from .conversion.checkpoints import Conversion, convert_state_dict
+from .conversion.checkpoints import Conversion, convert_state_dict, load_or_convert
 from .conversion.reading import json_beside, locate, read_checkpoint
-from .conversion.resizing import load_or_convert, resize_input
+from .conversion.rebuilding import resize_input
 from .conversion.upgrades import upgrade_encoding
 from .hub.cards import render_card
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
-from .models.transformer.configuration_liere import LieREConfig, LieREPixelConfig
+from .models.transformer.configuration_liere import LieREPixelConfig
 from .models.transformer.modeling_liere import LieREPreTrainedModel
 from .storage.saved_model import SavedModel, file_digest
 from .storage.targets import new_directory
@@ -68,12 +68,10 @@ def convert_checkpoint(
         local = locate(checkpoint, revision)
         tensors, source_config = read_checkpoint(local)
         conversion = convert_state_dict(tensors, source, source_config, **options)
-        conversion.model().save_pretrained(partial)
         given = {"image_mean": image_mean, "image_std": image_std}
         statistics = {name: value for name, value in given.items() if value is not None}
-        _save_processor(partial, conversion.config, _statistics(local, source_config) | statistics)
-        name, origin = _origin(checkpoint, revision)
-        _write_card(partial, f"{conversion.model_class.__name__} from {name}", origin, _notes(conversion, options))
+        statistics = _statistics(local, source_config) | statistics
+        _write(partial, conversion.model(), statistics, _origin(checkpoint, revision), _notes(conversion, options))
     return conversion
 
 
@@ -119,25 +117,23 @@ def upgrade_checkpoint(
             model = upgrade_encoding(model, position_encoding=position_encoding, **options)
         if image_size is not None:
             model = resize_input(model, image_size)
-        model.save_pretrained(partial)
-        _save_processor(partial, model.config, statistics)
-        name, origin = _origin(checkpoint, revision)
         given = {"position_encoding": position_encoding, "image_size": image_size, **options}
         given = ", ".join(f"`{key}={value!r}`" for key, value in given.items() if value is not None)
         notes = f"It computes what the source computes, with {given}. Licence and terms are those of the source."
-        _write_card(partial, f"{type(model).__name__} from {name}", origin, notes)
+        _write(partial, model, statistics, _origin(checkpoint, revision), notes)
     return model
 
 
-def _write_card(directory: Path, title: str, origin: str, notes: str) -> None:
-    saved = SavedModel(directory)
-    record = {"weights": saved.digest, "converted_from": origin, "notes": notes}
-    (directory / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    render_card(facts_of_run(saved, title=title)).write(directory)
-
-
-def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[str, object]) -> None:
-    """Write the processor file for inputs of the trained size; `statistics` override a mean and deviation of ½."""
+def _write(
+    directory: Path,
+    model: LieREPreTrainedModel,
+    statistics: Mapping[str, object],
+    origin: tuple[str, str],
+    notes: str,
+) -> None:
+    """Write weights, configuration, code, processor and card; `statistics` override a mean and deviation of ½."""
+    model.save_pretrained(directory)
+    config, (name, source) = model.config, origin
     height, width = config.input_shape[-2:]
     fields = {
         "size": {"height": height, "width": width},
@@ -147,12 +143,16 @@ def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[st
     }
     if config.num_axes == 3:
         # This processor's class needs torchvision; its file does not.
-        kind, name = {"video_processor_type": "LieREVideoProcessor"}, "video_preprocessor_config.json"
+        kind, file = {"video_processor_type": "LieREVideoProcessor"}, "video_preprocessor_config.json"
         fields |= {"do_center_crop": False}
     else:
-        kind, name = {"image_processor_type": "ViTImageProcessor"}, "preprocessor_config.json"
+        kind, file = {"image_processor_type": "ViTImageProcessor"}, "preprocessor_config.json"
         fields |= {"do_resize": True, "do_rescale": True, "do_normalize": True}
-    (directory / name).write_text(json.dumps(kind | fields, indent=2) + "\n")
+    (directory / file).write_text(json.dumps(kind | fields, indent=2) + "\n")
+    saved = SavedModel(directory)
+    record = {"weights": saved.digest, "converted_from": source, "notes": notes}
+    (directory / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    render_card(facts_of_run(saved, title=f"{type(model).__name__} from {name}")).write(directory)
 
 
 def _statistics(source: Path, source_config: Mapping | None) -> dict[str, object]:

@@ -19,9 +19,9 @@ from transformers import AutoModelForImageClassification
 import hf_liere
 from hf_liere.auto import load_checkpoint
 from hf_liere.cli import CONVERT_OPTIONS, SOURCES, UPGRADED_ENCODINGS, main
-from hf_liere.conversion import sources as conversion_sources
+from hf_liere.conversion import checkpoints
 from hf_liere.conversion.checkpoints import convert_state_dict
-from hf_liere.conversion.upgrades import LEARNED_ENCODINGS
+from hf_liere.conversion.rebuilding import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
 from training.common.arguments import ModelArguments
 from training.engine.model_setup import checkpoint_config, resolve_config
@@ -55,7 +55,7 @@ def test_a_refused_checkpoint_is_one_line_on_stderr(tmp_path, capsys):
 
 def test_convert_declares_the_options_that_the_converters_take():
     """The table of the parser, which may not import the converters, against the converters."""
-    assert SOURCES == conversion_sources.SOURCES
+    assert SOURCES == checkpoints.SOURCES
     assert tuple(LEARNED_ENCODINGS) == UPGRADED_ENCODINGS
     kinds = {
         name: [kind for group in text.split("; ") for kind in group.partition(":")[0].split(", ")]
@@ -63,7 +63,7 @@ def test_convert_declares_the_options_that_the_converters_take():
     }
     for source in SOURCES:
         declared = [name for name in kinds if source in kinds[name]]
-        assert declared == sorted(conversion_sources.CONVERTERS[source].options())
+        assert declared == sorted(checkpoints.CONVERTERS[source].options())
     assert set().union(*kinds.values()) == set(SOURCES)
 
 

@@ -122,15 +122,23 @@ class Source:
         """The options in the `config.json` beside a checkpoint; by default their names are the same there."""
         return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
 
-    def require_planes_of_two_axes(self) -> None:
-        if self.head_dim % 4:
-            raise ConversionError(f"Heads of {self.head_dim} channels are not divisible into planes of two axes.")
+    def require_planes(self) -> None:
+        if self.head_dim % (2 * len(self.patch)):
+            raise ConversionError(
+                f"Heads of {self.head_dim} channels are not divisible into planes of {len(self.patch)} axes."
+            )
+
+    def take_module(self, official: str, *shape: int | None, bias: bool = True) -> dict[str, torch.Tensor]:
+        """The weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
+        weight = self.tensors.take(f"{official}.weight", *shape)
+        return {"weight": weight} | ({"bias": self.tensors.take(f"{official}.bias", len(weight))} if bias else {})
+
+    def put(self, ours: str, **tensors: torch.Tensor) -> None:
+        self.encoder |= {f"{ours}.{name}": tensor for name, tensor in tensors.items()}
 
     def copy(self, ours: str, official: str, *shape: int | None, bias: bool = True) -> None:
-        """Copy the weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
-        self.encoder[f"{ours}.weight"] = weight = self.tensors.take(f"{official}.weight", *shape)
-        if bias:
-            self.encoder[f"{ours}.bias"] = self.tensors.take(f"{official}.bias", len(weight))
+        """Copy a module of the encoder, see [`take_module`]."""
+        self.put(ours, **self.take_module(official, *shape, bias=bias))
 
     def copy_layers(self, layer: str, names: Mapping[str, str], without_bias: Iterable[str] = ()) -> None:
         """
@@ -166,8 +174,13 @@ class Source:
     def copy_head(self, official: str) -> None:
         """Copy the linear classifier of this name, if there is one."""
         if f"{official}.weight" in self.tensors:
-            weight = self.tensors.take(f"{official}.weight", None, self.fields["hidden_size"])
-            self.head = {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
+            self.head = self.take_module(official, None, self.fields["hidden_size"])
+
+    def reorder_heads(self, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Reorder the rows of query and key, which `order` gets as (heads, 2, head_dim / 2, …)."""
+        for key in [key for key in self.encoder if re.search(r"\.[qk]_proj\.", key)]:
+            halves = self.encoder[key].unflatten(0, (self.fields["num_attention_heads"], 2, -1))
+            self.encoder[key] = order(halves).flatten(0, 2)
 
     def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
         """Set what follows from the patch projection's kernel (hidden_size, channels, *patch) and the options."""
@@ -184,8 +197,7 @@ class Source:
 
     def set_projection(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         """The patch projection: weight (hidden_size, channels, *patch) and bias (hidden_size,)."""
-        names = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.projection.bias")
-        self.encoder |= dict(zip(names, (weight, bias)))
+        self.put("embeddings.patch_embeddings.projection", weight=weight, bias=bias)
 
     def set_shape(self, image: tuple[int, ...]) -> None:
         """Set the fields for patches and inputs of these extents; three axes mean a video configuration."""
@@ -250,11 +262,24 @@ def square_root(name: str, number: int) -> int:
     return root
 
 
+def given_or_found(name: str, given: int | None, found: int | None) -> int | None:
+    """The value of an option that a checkpoint may determine."""
+    if None not in (given, found) and given != found:
+        raise ConversionError(f"{name}={given} contradicts the checkpoint's {found}.")
+    return found or given
+
+
+def number_of_axes(given: int | None, found: int | None) -> int:
+    """The number of axes in the checkpoint or the option; without either, that of images."""
+    axes = given_or_found("num_axes", given, found) or 2
+    if axes not in (2, 3):
+        raise ConversionError(f"Inputs of {axes} axes: accepted are 2 (images) and 3 (volumes and videos).")
+    return axes
+
+
 def number_of_heads(hidden_size: int, given: int | None, found: int | None = None) -> int:
     """The number of heads in the checkpoint or the option; without either, heads of 64 channels."""
-    if given is not None and found is not None and given != found:
-        raise ConversionError(f"num_attention_heads={given} contradicts the checkpoint's {found}.")
-    heads = found or given or max(1, hidden_size // 64)
+    heads = given_or_found("num_attention_heads", given, found) or max(1, hidden_size // 64)
     if hidden_size % heads:
         raise ConversionError(
             f"A width of {hidden_size} is not divisible into {heads} heads: please give num_attention_heads."

@@ -45,19 +45,43 @@ displacements of half the paper's width and does not displace frames; `position_
 Displacements occur only in training.
 """
 
-from collections.abc import Mapping
+import os
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
 
+from ..auto import load_checkpoint
+from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
 from ..models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
 from ..models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from ..models.transformer.pretrained import LieREPreTrainedModel
-from .base import ConversionError, SourceTensors, require_one_of
-from .sources import CONVERTERS, SOURCES, detect_source, options_from_config, require_options
+from .base import ConversionError, Source, SourceTensors, require_one_of
+from .clip import CLIPSource
+from .comrope import ComRoPESource
+from .dinov3 import DINOv3Source
+from .liere import LieRESource
+from .reading import OWN_MODEL_TYPES, json_beside, locate, read_checkpoint
+from .timm import NaverSource, TimmSource
+from .vit import ViTSource
+
+
+CONVERTERS: dict[str, type[Source]] = {
+    "liere": LieRESource,
+    "comrope": ComRoPESource,
+    "naver": NaverSource,
+    "timm": TimmSource,
+    "vit": ViTSource,
+    "clip": CLIPSource,
+    "dinov3": DINOv3Source,
+}
+SOURCES = tuple(CONVERTERS)
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", Iterable[int]: "a list"}
 
 
 @dataclass
@@ -150,3 +174,84 @@ def _unwrap(tensors: Mapping) -> dict[str, torch.Tensor]:
         if all(key.startswith(prefix) for key in tensors):
             tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
     return dict(tensors)
+
+
+def detect_source(keys: Iterable[str]) -> str:
+    """
+    The kind of a checkpoint, from its tensor names. A naver checkpoint without frequencies has timm's names; the two
+    kinds resize a learned table differently.
+
+    Raises:
+        ConversionError: if the names match no kind.
+    """
+    keys = set(keys)
+    for prefix in ("", "vision_model."):
+        if f"{prefix}embeddings.class_embedding" in keys:
+            return "clip" if f"{prefix}embeddings.position_embedding.weight" in keys else "comrope"
+    if "to_patch_embedding.1.weight" in keys:
+        return "liere"
+    if "patch_embed.proj.weight" in keys:
+        return "naver" if "freqs" in keys else "timm"
+    if any(key.endswith("embeddings.patch_embeddings.projection.weight") for key in keys):
+        return "vit"
+    if "embeddings.patch_embeddings.weight" in keys:
+        return "dinov3"
+    raise ConversionError(
+        f"The tensor names, such as {', '.join(sorted(keys)[:5]) or 'none at all'}, match none of {', '.join(SOURCES)}."
+    )
+
+
+def require_options(source: str, options: Mapping) -> None:
+    """Raise [`ConversionError`] for options that the kind of source does not have, or values of another type."""
+    declared = CONVERTERS[source].options()
+    if unknown := sorted(set(options) - set(declared)):
+        raise ConversionError(
+            f"Unknown options {', '.join(unknown)} for a source of kind {source!r}; it takes {', '.join(declared)}."
+        )
+    for name, value in options.items():
+        accepted = typing.get_args(declared[name]) or (declared[name],)
+        if not any(_has_type(value, kind) for kind in accepted):
+            names = [TYPE_NAMES[kind] for kind in accepted if kind in TYPE_NAMES]
+            raise ConversionError(f"{name}={value!r}: accepted is {' or '.join(names)}.")
+    if "hidden_act" in options:
+        require_one_of("hidden_act", options["hidden_act"], ACT2FN)
+
+
+def _has_type(value: object, kind: Any) -> bool:
+    if kind == Iterable[int]:
+        return isinstance(value, Iterable) and not isinstance(value, str)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def options_from_config(source: str, source_config: Mapping) -> dict:
+    """The options in the `config.json` beside a checkpoint; the rest of the file is not used."""
+    try:
+        # CLIP's configuration nests that of its vision tower.
+        return CONVERTERS[source].stated_options(dict(source_config) | (source_config.get("vision_config") or {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConversionError(f"config.json beside the checkpoint cannot be interpreted: {error}") from error
+
+
+def load_or_convert(checkpoint: str | os.PathLike, revision: str | None = None) -> LieREPreTrainedModel:
+    """
+    Load one of our models, or convert any checkpoint that [`convert_state_dict`] converts without options.
+
+    Raises:
+        InputError, HubError: as [`read_checkpoint`], [`convert_state_dict`] and [`load_checkpoint`].
+        ConversionError: if it is a patched transformers model.
+    """
+    local = locate(checkpoint, revision)
+    config = json_beside(local, "config.json") or {}
+    kind = str(config.get("model_type"))
+    if local.is_dir() and kind.startswith(TYPE_PREFIX):
+        raise ConversionError(
+            f"{checkpoint} is a {kind}, whose patched encoding cannot be changed; accepted are models of the classes "
+            "LieREViT… and LieREVideo…, and checkpoints that hf-liere convert reads."
+        )
+    if local.is_dir() and kind in OWN_MODEL_TYPES:
+        model, _ = load_checkpoint(checkpoint, revision)
+        return model
+    tensors, source_config = read_checkpoint(local)
+    return convert_state_dict(tensors, source_config=source_config).model()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.rotation.bases import skew_entries
-from .base import ConversionError, require_one_of
+from .base import ConversionError, number_of_axes, require_one_of
 from .clip import CLIPTower
 
 
@@ -70,7 +70,7 @@ class ComRoPESource(CLIPTower):
         self.copy("layernorm", f"{self.prefix}post_layernorm", hidden_size)
         self._copy_classifier()
         if encoding == "axial_rope":
-            self._set_powers(self.head_dim)
+            self._set_powers()
         elif found_heads is not None:
             self._set_generators()
 
@@ -90,11 +90,7 @@ class ComRoPESource(CLIPTower):
                 found_axes, accepted = axes, ("liere",)
             if multiplier in self.tensors:
                 found_axes, accepted = self.tensors.take(multiplier, 1, None, None, 1, 1).shape[1], ("comrope-ld",)
-        if None not in (found_axes, self.num_axes) and found_axes != self.num_axes:
-            raise ConversionError(f"num_axes={self.num_axes} contradicts the checkpoint's {found_axes} axes.")
-        axes = found_axes or self.num_axes or 2
-        if axes not in (2, 3):
-            raise ConversionError(f"Inputs of {axes} axes: accepted are 2 (images) and 3 (videos).")
+        axes = number_of_axes(self.num_axes, found_axes)
         require_one_of("position_encoding", self.position_encoding, (None, *accepted))
         encoding = ENCODINGS[self.position_encoding or accepted[0]]
         if encoding in ("none", "absolute"):
@@ -118,27 +114,23 @@ class ComRoPESource(CLIPTower):
         if "classification_head.0.weight" not in self.tensors:
             self.copy_head("classification_head")
             return
-        sizes = [self.fields["hidden_size"], None, None]
-        for position, name in enumerate(("0", "2")):
-            key = f"classification_head.{name}"
-            weight = self.tensors.take(f"{key}.weight", None, sizes[position])
-            sizes[position + 1] = len(weight)
-            self.head |= {f"{name}.weight": weight, f"{name}.bias": self.tensors.take(f"{key}.bias", len(weight))}
-        self.fields["classifier_hidden_size"] = sizes[1]
+        width = self.fields["hidden_size"]
+        for name in ("0", "2"):
+            layer = self.take_module(f"classification_head.{name}", None, width)
+            self.head |= {f"{name}.{kind}": tensor for kind, tensor in layer.items()}
+            width = self.fields.setdefault("classifier_hidden_size", len(layer["bias"]))
 
-    def _set_powers(self, head_dim: int) -> None:
+    def _set_powers(self) -> None:
         """Set the frequencies theta_base^j, j = 0, 1, …, of each axis."""
-        axes = len(self.patch)
-        if head_dim % (2 * axes):
-            raise ConversionError(f"A head of {head_dim} channels is not divisible into planes of {axes} axes.")
-        planes = head_dim // axes // 2
+        self.require_planes()
+        planes = self.head_dim // len(self.patch) // 2
         base = 10000.0 ** (-1 / planes) if self.theta_base is None else self.theta_base
         if not base > 0:
             raise ConversionError(f"theta_base={self.theta_base} must be positive.")
         # Beyond these powers, theta overflows or underflows although the frequencies do not.
         exponent = -planes * math.log(base)
         theta = math.exp(exponent) if abs(exponent) < 700 else None
-        self.set_frequencies(base ** torch.arange(planes, dtype=torch.float64), theta, head_dim)
+        self.set_frequencies(base ** torch.arange(planes, dtype=torch.float64), theta, self.head_dim)
 
     def _set_generators(self) -> None:
         """Set the generators F − Fᵀ of all layers, and for comrope_ld the multipliers."""

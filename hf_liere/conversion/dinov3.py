@@ -10,19 +10,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from .base import ConversionError, Source, sizes
 
 
 LAYER = "layer.{}"
-QUERY_KEY = {"attention.q_proj": "attention.q_proj", "attention.k_proj": "attention.k_proj"}
 NAMES = {
     "layernorm_before": "norm1",
     "layernorm_after": "norm2",
-    **QUERY_KEY,
-    "attention.v_proj": "attention.v_proj",
-    "attention.o_proj": "attention.o_proj",
+    **{name: name for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj")},
     "mlp.fc1": "mlp.up_proj",
     "mlp.fc2": "mlp.down_proj",
 }
@@ -80,14 +75,10 @@ class DINOv3Source(Source):
 
     def _set_rotations(self) -> None:
         """Set the frequencies; make channels i and i + head_dim/2 (DINOv3's planes) neighbours in query and key."""
-        self.require_planes_of_two_axes()
+        self.require_planes()
         if not 0 < self.rope_theta < math.inf:
             raise ConversionError(f"rope_theta={self.rope_theta} must be positive and finite.")
-        for index in range(self.fields["num_hidden_layers"]):
-            for name in QUERY_KEY:
-                for kind in ("weight", "bias"):
-                    key = f"layers.{index}.{name}.{kind}"
-                    self.encoder[key] = _halves_to_pairs(self.encoder[key], self.fields["num_attention_heads"])
+        self.reorder_heads(lambda halves: halves.transpose(1, 2))
         self.fields |= {
             "position_encoding": "axial_rope",
             "rope_theta": self.rope_theta,
@@ -96,8 +87,3 @@ class DINOv3Source(Source):
             "rotate_prefix": True,
             "prefix_coordinate": 0.5,
         }
-
-
-def _halves_to_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of query or key, (heads · head_dim, …), with channels i and i + head_dim/2 of each head made neighbours."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.rotation.bases import skew_entries
-from .base import ConversionError, Source, require_one_of, sizes, square_root
+from .base import ConversionError, Source, number_of_axes, require_one_of, sizes, square_root
 
 
 OFFICIAL_GENERATORS = "position_encoder.generator_raw_params"
@@ -71,17 +71,12 @@ class LieRESource(Source):
             self._set_fixed_encoding(table)
 
     def _axes(self) -> int:
-        axes = self.num_axes
+        found = None
         if OFFICIAL_GENERATORS in self.tensors:
             found = len(self.tensors.take(OFFICIAL_GENERATORS, None, None, None, None, None))
-            if axes not in (None, found):
-                raise ConversionError(f"num_axes={axes} contradicts the generators of {found} axes.")
-            axes = found
-        elif axes is None:
-            axes = len(list(self.patch_size)) if isinstance(self.patch_size, Iterable) else 2
-        if axes not in (2, 3):
-            raise ConversionError(f"Inputs of {axes} axes: accepted are 2 (images) and 3 (volumes and videos).")
-        return axes
+        elif self.num_axes is None and isinstance(self.patch_size, Iterable):
+            found = len(list(self.patch_size))
+        return number_of_axes(self.num_axes, found)
 
     def _patch(self, axes: int, volume: int) -> tuple[int, ...]:
         """Extents of a patch of `volume` values."""
@@ -127,8 +122,7 @@ class LieRESource(Source):
             if projected or hidden_size != width:
                 self.copy(f"{ours}.o_proj", f"{official}.to_out.0", hidden_size, width)
             else:
-                identity = {"weight": torch.eye(width), "bias": torch.zeros(width)}
-                self.encoder |= {f"{ours}.o_proj.{name}": value for name, value in identity.items()}
+                self.put(f"{ours}.o_proj", weight=torch.eye(width), bias=torch.zeros(width))
 
     def _set_generators(self, raw: torch.Tensor) -> None:
         """

@@ -77,8 +77,7 @@ class TimmSource(Source):
         prefix_rows = self._set_tokens(default_size=224 if columns_first else 256)
         encoding = self.position_encoding or self._default_encoding(frequencies, prefix_rows)
         self.copy_layers(LAYER, NAMES)
-        # Our heads begin with the planes of the rows, so swap the half that columns rotate with the other.
-        self._copy_attention(is_swapped=encoding == "axial" and columns_first)
+        self._copy_attention()
         for name in LAYER_SCALES:
             if self.tensors.any(rf"blocks\.\d+\.{name.format('[12]')}"):
                 self.copy_layer_scales(f"{LAYER}.{name}", initial=1e-5)
@@ -148,10 +147,7 @@ class TimmSource(Source):
                 prefix_rows = prefix_length
             if prefix_rows and registers is not None:
                 registers = registers + table[:, int(has_class) : prefix_length]
-            if prefix_rows and not has_class:
-                self.set_square_table(table[:, prefix_rows:], 0, self.image_size)
-            else:
-                self.set_square_table(table, prefix_rows, self.image_size)
+            self.set_square_table(table, prefix_rows, self.image_size)
             self.fields |= {"use_absolute_position_embeddings": True, "position_table_resize": self.table_resize}
         else:
             self.set_shape(sizes("image_size", self.image_size or default_size, 2))
@@ -167,8 +163,8 @@ class TimmSource(Source):
         image = sizes("image_size", self.image_size, 2)
         return rows == math.prod(size // extent for size, extent in zip(image, self.patch)) + prefix_length
 
-    def _copy_attention(self, is_swapped: bool) -> None:
-        hidden_size, heads = self.fields["hidden_size"], self.fields["num_attention_heads"]
+    def _copy_attention(self) -> None:
+        hidden_size = self.fields["hidden_size"]
         is_fused = self.tensors.any(r"blocks\.\d+\.attn\.qkv\.bias")
         for index in range(self.fields["num_hidden_layers"]):
             official, ours = f"{LAYER.format(index)}.attn", f"layers.{index}.attention"
@@ -179,9 +175,7 @@ class TimmSource(Source):
                 query, value = (self.tensors.take(f"{official}.{name}_bias", hidden_size) for name in "qv")
                 parts["bias"] = [query, torch.zeros_like(query), value]
             for kind, tensors in parts.items():
-                for name, tensor in zip("qkv", tensors):
-                    swapped = _swap_halves(tensor, heads) if is_swapped and name != "v" else tensor
-                    self.encoder[f"{ours}.{name}_proj.{kind}"] = swapped
+                self.encoder |= {f"{ours}.{name}_proj.{kind}": tensor for name, tensor in zip("qkv", tensors)}
 
     def _set_mixed(self, frequencies: torch.Tensor) -> None:
         self.fields |= {"position_encoding": "rope_mixed", "coordinates": "index"}
@@ -192,7 +186,10 @@ class TimmSource(Source):
 
     def _set_axial(self, columns_first: bool) -> None:
         """Set theta^(−4i/head_dim) for each half of a head, at patch indices or at those of a reference grid."""
-        self.require_planes_of_two_axes()
+        self.require_planes()
+        if columns_first:
+            # Our heads begin with the planes of the rows, so swap the half that columns rotate with the other.
+            self.reorder_heads(lambda halves: halves.flip(1))
         theta = self.rope_theta or (100.0 if columns_first else 10000.0)
         reference_grid = self.reference_grid
         if reference_grid is None and not columns_first:
@@ -204,8 +201,7 @@ class TimmSource(Source):
             reference = sizes("reference_grid", reference_grid, 2)
             image = sizes("image_size", self.fields["image_size"], 2)
             grid = tuple(size // extent for size, extent in zip(image, self.patch))
-            if grid != reference:
-                scale = [size / trained for size, trained in zip(reference, grid)]
+            scale = [size / trained for size, trained in zip(reference, grid)]
         self.set_frequencies(spectrum, theta, self.head_dim, scale)
         self.fields["coordinates"] = "index" if reference_grid is None else "train_index"
 
@@ -214,8 +210,3 @@ class NaverSource(TimmSource):
     """rope-vit resizes a learned table differently from timm."""
 
     table_resize = "interpolate"
-
-
-def _swap_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of query or key, (heads · head_dim, …), with the halves of every head swapped."""
-    return tensor.unflatten(0, (heads, 2, -1)).flip(1).flatten(0, 2)

@@ -41,7 +41,6 @@ from ..models.encoding.encoding_traits import (
     ENCODING_CLASSES,
     ENCODING_TRAITS,
     OWN_FIELDS,
-    TRIPLES,
     generators_commute,
     rotary_traits,
     traits_of,
@@ -51,13 +50,7 @@ from ..models.rotation.bases import skew, skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
-from .rebuilding import change_config, find_encoder, rebuild
-
-
-# Blocks of three channels cannot contain the planes of another encoding.
-LEARNED_ENCODINGS = tuple(
-    name for name, traits in ENCODING_TRAITS.items() if traits.learned and traits.block_sizes is not TRIPLES
-)
+from .rebuilding import LEARNED_ENCODINGS, change_config, find_encoder, rebuild
 
 
 def upgrade_encoding(

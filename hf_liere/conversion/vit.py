@@ -61,8 +61,7 @@ class ViTSource(Source):
     def _join_classifiers(self) -> None:
         """Join the two classifiers of DeiT: their mean is one classifier of both tokens."""
         self.fields["pooling"] = "prefix"
-        names = ("cls_classifier", "distillation_classifier")
-        classes = len(self.tensors.take("cls_classifier.bias", None))
-        weights = [self.tensors.take(f"{name}.weight", classes, self.fields["hidden_size"]) for name in names]
-        biases = [self.tensors.take(f"{name}.bias", classes) for name in names]
-        self.head = {"weight": torch.cat(weights, dim=1) / 2, "bias": sum(biases) / 2}
+        first = self.take_module("cls_classifier", None, self.fields["hidden_size"])
+        second = self.take_module("distillation_classifier", *first["weight"].shape)
+        weight = torch.cat([first["weight"], second["weight"]], dim=1)
+        self.head = {"weight": weight / 2, "bias": (first["bias"] + second["bias"]) / 2}

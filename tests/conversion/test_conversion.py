@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 import hf_liere
 from hf_liere.cli import main
 from hf_liere.conversion.base import ConversionError
-from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.conversion.checkpoints import convert_state_dict, require_options
 from hf_liere.conversion.known import KNOWN_REPOSITORIES
 from hf_liere.conversion.reading import read_checkpoint
-from hf_liere.conversion.sources import require_options
 from hf_liere.convert import convert_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError

@@ -156,7 +156,7 @@ def test_no_tensor_may_be_missing_or_of_another_shape():
     "options, message",
     [
         ({"num_attention_heads": 3}, "width of 64 is not divisible into 3 heads"),
-        ({"num_attention_heads": 32}, "Heads of 2 channels are not divisible into planes of two axes"),
+        ({"num_attention_heads": 32}, "Heads of 2 channels are not divisible into planes of 2 axes"),
         ({"rope_theta": 0.0}, "rope_theta=0.0 must be positive and finite"),
         ({"rope_theta": "hundred"}, "rope_theta='hundred': accepted is a number"),
         ({"image_size": 18, **HEADS}, "not divisible into patches"),

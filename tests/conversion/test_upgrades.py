@@ -10,7 +10,7 @@ import hf_liere
 from hf_liere import upgrade_encoding
 from hf_liere.cli import main
 from hf_liere.conversion.base import ConversionError
-from hf_liere.conversion.resizing import resize_input
+from hf_liere.conversion.rebuilding import resize_input
 from hf_liere.inspection.encodings import generator_matrices
 
 

@@ -6,8 +6,9 @@ from transformers import AutoModelForObjectDetection, DeformableDetrConfig, PreT
 
 from hf_liere import LieREViTConfig
 from hf_liere.conversion.base import ConversionError
-from hf_liere.conversion.resizing import load_or_convert, resize_input
-from hf_liere.conversion.upgrades import LEARNED_ENCODINGS, upgrade_encoding
+from hf_liere.conversion.checkpoints import load_or_convert
+from hf_liere.conversion.rebuilding import LEARNED_ENCODINGS, resize_input
+from hf_liere.conversion.upgrades import upgrade_encoding
 from hf_liere.errors import InputError
 from hf_liere.models.transformer.modeling_liere import LieREViTModel
 from hf_liere.storage.loading import require_loaded_keys
