@@ -27,7 +27,6 @@ from torch import nn
 
 from hf_liere.auto import load_checkpoint
 from hf_liere.errors import InputError
-from hf_liere.inspection.analysis import black_input
 from hf_liere.inspection.attention import attention_maps, vision_tower
 from hf_liere.inspection.attention_plots import AttentionRow, attention_rows, save_attention
 from hf_liere.inspection.encodings import angle_statistics, rotary_encoding
@@ -89,10 +88,8 @@ def write_angle_matrices(models: list[SweptModel], folder: Path) -> None:
 
 def _attention(swept: SweptModel, image: Path, size: int) -> list[AttentionRow]:
     """A row, or rows for the frames of a clip."""
-    blank = black_input(vision_tower(swept.model))
-    frames = blank.shape[1] if blank.ndim == 5 else None
-    preparation = Preparation.from_processor(swept.processor, blank.shape[-3], frames)
-    shown = preparation.resize(read_file(image, frames is not None), (size, size))
+    preparation = Preparation.for_tower(vision_tower(swept.model), swept.processor)
+    shown = preparation.resize(read_file(image, preparation.num_frames is not None), (size, size))
     found = attention_maps(swept.model, preparation.pixel_values([shown]))
     return attention_rows(swept.name, found.maps[:, 0], shown)
 

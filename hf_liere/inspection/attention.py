@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -193,15 +194,44 @@ def observe_attention(
         )
     if not len(pixel_values) or batch_size < 1:
         raise ValueError(f"{len(pixel_values)} images in batches of {batch_size}: accepted are 1 or more of each.")
-    parameter = next(tower.module.parameters())
-    options = size_options(tower, pixel_values)
+    grid: tuple[int, ...] = ()
+    record: dict[int, torch.Tensor] = {}
+
+    def see_grid(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        nonlocal grid
+        grid = tuple(output.shape[2:])
+
+    def see_weights(layer: int, module: nn.Module, inputs: tuple, output: Any) -> None:
+        weights = output[1] if isinstance(output, tuple) else None
+        patches = math.prod(grid)
+        if weights is None or weights.ndim != 4 or weights.shape[-1] < patches:
+            shape = None if weights is None else tuple(weights.shape)
+            raise ValueError(
+                f"{type(module).__name__} returned attention weights of shape {shape} for {patches} patches; "
+                "accepted is (batch, heads, tokens, tokens) with every patch among the tokens."
+            )
+        record[layer] = reduce(weights.float(), weights.shape[-1] - patches, grid).cpu()
+
     batches = []
-    with _recording(tower, reduce) as (record, grids):
-        for start in tqdm(range(0, len(pixel_values), batch_size), desc="attention", disable=not progress):
-            record.clear()
-            tower.module(pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype), **options)
-            batches.append(torch.stack([record[layer] for layer in range(len(tower.attentions))]))
-    return torch.cat(batches, dim=1), grids.pop()
+    with ExitStack() as stack:
+        stack.enter_context(tower.patch_embedding.register_forward_hook(see_grid))
+        for layer, (_, attention) in enumerate(tower.attentions):
+            stack.enter_context(attention.register_forward_hook(functools.partial(see_weights, layer)))
+        stack.enter_context(evaluation_mode(tower.module))
+        stack.enter_context(eager_attention(tower))
+        for batch, options in input_batches(tower, pixel_values, batch_size, "attention", progress):
+            tower.module(batch, **options)
+            batches.append(torch.stack([record.pop(layer) for layer in range(len(tower.attentions))]))
+    return torch.cat(batches, dim=1), grid
+
+
+def input_batches(
+    tower: Tower, pixel_values: torch.Tensor, batch_size: int, title: str | None = None, progress: bool = False
+) -> Iterator[tuple[torch.Tensor, dict[str, bool | torch.Tensor]]]:
+    """Batches of inputs for a tower's `forward`, with its other options."""
+    parameter, options = next(tower.module.parameters()), size_options(tower, pixel_values)
+    for batch in tqdm(pixel_values.split(batch_size), desc=title, disable=not progress):
+        yield batch.to(parameter.device, parameter.dtype), options
 
 
 def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | torch.Tensor]:
@@ -216,42 +246,6 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | t
         return {}
     trained = pair("image_size", tower.module.config.image_size)
     return {} if tuple(pixel_values.shape[-2:]) == trained else {"interpolate_pos_encoding": True}
-
-
-@contextmanager
-def _recording(
-    tower: Tower, reduce: Callable[[torch.Tensor, int, tuple[int, ...]], torch.Tensor]
-) -> Iterator[tuple[dict[int, torch.Tensor], set[tuple[int, ...]]]]:
-    """Install hooks that reduce the weights of eager attention; restore configuration and modes at the end."""
-    record: dict[int, torch.Tensor] = {}
-    grids: set[tuple[int, ...]] = set()
-
-    def see_grid(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        grids.clear()
-        grids.add(tuple(output.shape[2:]))
-
-    def see_weights(layer: int) -> Callable:
-        def hook(module: nn.Module, inputs: tuple, output: Any) -> None:
-            weights = output[1] if isinstance(output, tuple) else None
-            (grid,) = grids
-            patches = math.prod(grid)
-            if weights is None or weights.ndim != 4 or weights.shape[-1] < patches:
-                shape = None if weights is None else tuple(weights.shape)
-                raise ValueError(
-                    f"{type(module).__name__} returned attention weights of shape {shape} for {patches} patches; "
-                    "accepted is (batch, heads, tokens, tokens) with every patch among the tokens."
-                )
-            record[layer] = reduce(weights.float(), weights.shape[-1] - patches, grid).cpu()
-
-        return hook
-
-    with ExitStack() as stack:
-        stack.enter_context(tower.patch_embedding.register_forward_hook(see_grid))
-        for layer, (_, attention) in enumerate(tower.attentions):
-            stack.enter_context(attention.register_forward_hook(see_weights(layer)))
-        stack.enter_context(evaluation_mode(tower.module))
-        stack.enter_context(eager_attention(tower))
-        yield record, grids
 
 
 @contextmanager

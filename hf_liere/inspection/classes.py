@@ -2,9 +2,8 @@
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
-from .attention import size_options, vision_tower
+from .attention import input_batches, vision_tower
 
 
 def is_classifier(model: nn.Module) -> bool:
@@ -36,7 +35,6 @@ def class_probabilities(
     """
     if not is_classifier(model):
         return None
-    parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
-    batches = tqdm(pixel_values.split(batch_size), desc="predictions", disable=not progress)
-    logits = [model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits for batch in batches]
+    batches = input_batches(vision_tower(model), pixel_values, batch_size, "predictions", progress)
+    logits = [model(pixel_values=batch, **options).logits for batch, options in batches]
     return probabilities(model, torch.cat(logits))

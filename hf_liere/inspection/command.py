@@ -123,12 +123,10 @@ def _inspect(
     samples = [] if tower.is_flexible else samples
     shown, inputs, remarks = [], [], []
     if samples:
-        blank = black_input(tower)
-        num_frames = blank.shape[1] if blank.ndim == 5 else None
-        preparation = Preparation.from_processor(processor, blank.shape[-3], num_frames)
+        preparation = Preparation.for_tower(tower, processor)
         if processor is None:
             remarks.append("The checkpoint has no readable processor: pixels are scaled to −1 … 1, as for ViT.")
-        sizes, refused = _sizes(tower, blank, image_sizes)
+        sizes, refused = _sizes(tower, image_sizes)
         shown = [[preparation.resize(sample, size) for sample in samples] for size in sizes]
         inputs = [preparation.pixel_values(clips) for clips in shown]
         remarks += refused
@@ -137,20 +135,18 @@ def _inspect(
     return InspectedModel(name, analysis, [np.stack(clips) for clips in shown], [sample.name for sample in samples])
 
 
-def _sizes(
-    tower: Tower, blank: torch.Tensor, image_sizes: Sequence[int] | None
-) -> tuple[list[tuple[int, int]], list[str]]:
+def _sizes(tower: Tower, image_sizes: Sequence[int] | None) -> tuple[list[tuple[int, int]], list[str]]:
     """
     The (height, width) of inputs, and remarks on default sizes that the model refuses.
 
     Raises:
         InspectionError: if the model refuses one of `image_sizes`.
     """
-    patch, trained = tower.patch_embedding.kernel_size[-2:], tuple(blank.shape[-2:])
+    blank, patch = black_input(tower), tower.patch_embedding.kernel_size[-2:]
     if image_sizes is not None:
         sizes = [(size, size) for size in image_sizes]
     else:
-        sides = list(zip(trained, patch))
+        sides = list(zip(blank.shape[-2:], patch))
         sizes = [tuple(round(scale * side / extent) * extent for side, extent in sides) for scale in DEFAULT_SCALES]
     accepted, remarks = [], []
     for size in dict.fromkeys(sizes):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 
 from .analysis import Analysis, Measurements
-from .encodings import Frequencies
 
 
 @dataclass
@@ -28,52 +27,38 @@ class Comparison(Measurements):
 
 def compare(first: Analysis, second: Analysis, names: tuple[str, str]) -> Comparison:
     """Compare two models; remarks use `names`."""
-    found, encodings = Comparison(), [analysis.encoding for analysis in (first, second)]
-    if without := [name for name, encoding in zip(names, encodings) if encoding is None]:
+    found, one, other = Comparison(), first.encoding, second.encoding
+    if one is None or other is None:
+        without = [name for name, encoding in zip(names, (one, other)) if encoding is None]
         found.remarks.append(f"Generators are not compared: there are none of this package in {' and '.join(without)}.")
         return found
-    encodings = [encoding for encoding in encodings if encoding is not None]
-    shapes = [tuple(encoding.generators.shape) for encoding in encodings]
     kinds = [analysis.model["position_encoding"] for analysis in (first, second)]
-    if kinds[0] == kinds[1] and shapes[0] == shapes[1]:
-        generators = [encoding.generators.transpose(0, 1).flatten(1) for encoding in encodings]
-        norms = generators[0].norm(dim=1)
+    if kinds[0] == kinds[1] and one.generators.shape == other.generators.shape:
+        start, end = (encoding.generators.transpose(0, 1).flatten(1) for encoding in (one, other))
+        norms = start.norm(dim=1)
         # One patch along each axis, in coordinates: generators are per unit of a coordinate.
-        patches = [encoding.positions for encoding in encodings]
-        if not torch.equal(*patches):
+        if not torch.equal(one.positions, other.positions):
             found.remarks.append("Generators are not compared: the size of a patch in coordinates differs.")
         elif not norms.all():
             found.remarks.append(f"The generators of {names[0]} are zero, so their relative change is undefined.")
         else:
-            found.generators = (generators[1] - generators[0]).norm(dim=1) / norms
-    frequencies = [encoding.frequencies for encoding in encodings]
-    if free := [name for name, known in zip(names, frequencies) if known is None]:
+            found.generators = (end - start).norm(dim=1) / norms
+    if one.frequencies is None or other.frequencies is None:
+        free = [name for name, encoding in zip(names, (one, other)) if encoding.frequencies is None]
         found.remarks.append(f"Frequencies are not compared: the generators of {' and '.join(free)} do not commute.")
         return found
-    frequencies = [known for known in frequencies if known is not None]
-    found.frequencies = _align(frequencies[0], frequencies[1])
-    if found.frequencies is None:
+    planes = [one.frequencies.per_patch, other.frequencies.per_patch]
+    unequal = [axis for axis, numbers in enumerate(zip(*(values.shape for values in planes))) if len({*numbers}) > 1]
+    # Shared layers or heads fit any number of them.
+    if any(axis not in (1, 2) or 1 not in (planes[0].shape[axis], planes[1].shape[axis]) for axis in unequal):
+        sizes = ("{} axes, {} layers, {} heads and {} planes".format(*values.shape) for values in planes)
         found.remarks.append(
             "Frequencies are compared only if the numbers of axes, layers, heads and planes are equal; these models "
-            f"have {_sizes(frequencies[0])} and {_sizes(frequencies[1])}."
+            f"have {' and '.join(sizes)}."
         )
-    else:
-        found.change = (found.frequencies[1] - found.frequencies[0]).norm(dim=0)
-    return found
-
-
-def _align(first: Frequencies, second: Frequencies) -> list[torch.Tensor] | None:
-    """Frequencies of the same shape, with shared layers or heads repeated; `None` if the shapes do not fit."""
-    shapes = first.per_patch.shape, second.per_patch.shape
-    if any(
-        one != other and (axis not in (1, 2) or 1 not in (one, other)) for axis, (one, other) in enumerate(zip(*shapes))
-    ):
-        return None
-    one, other = torch.broadcast_tensors(first.per_patch, second.per_patch)
+        return found
+    before, after = torch.broadcast_tensors(*planes)
     # The sign of a plane's frequencies depends on the order of its channels: use the first model's.
-    return [one, other * torch.where((one * other).sum(0) < 0, -1, 1)]
-
-
-def _sizes(frequencies: Frequencies) -> str:
-    axes, layers, heads, planes = frequencies.per_patch.shape
-    return f"{axes} axes, {layers} layers, {heads} heads and {planes} planes"
+    after = after * torch.where((before * after).sum(0) < 0, -1, 1)
+    found.frequencies, found.change = [before, after], (after - before).norm(dim=0)
+    return found

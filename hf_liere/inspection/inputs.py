@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import InputError, MissingLibraryError, require_libraries
+from ..models.patched.vision_towers import Tower
 from ..reading.clips import FrameReader, clip_indices, is_clip
 from ..reading.files import PICTURE_SUFFIXES, VIDEO_SUFFIXES, VOLUME_SUFFIXES, UnreadableError, has_suffix, visible
 from ..reading.pictures import develop, pixels, read_picture
@@ -62,8 +63,11 @@ class Preparation:
     resample: int = 2
 
     @classmethod
-    def from_processor(cls, processor: Any, num_channels: int, num_frames: int | None) -> "Preparation":
+    def for_tower(cls, tower: Tower, processor: Any) -> "Preparation":
         """The constants of a processor; without one, pixels from −1 to 1, as for ViT."""
+        config = tower.module.config
+        num_channels = getattr(config, "num_channels", 3)
+        num_frames = config.num_frames if len(tower.train_grid) == 3 else None
         if processor is None:
             return cls(num_channels, num_frames)
         normalizes = processor.do_normalize and processor.image_mean is not None

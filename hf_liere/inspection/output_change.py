@@ -8,7 +8,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..models.encoding.positions import TokenPositions
-from .attention import size_options, vision_tower
+from .attention import input_batches, vision_tower
 from .encodings import rotary_encoding, step_sizes
 
 
@@ -63,23 +63,16 @@ def output_change(
         moved[..., first:, :] += offset * steps.to(moved)
         return (TokenPositions.from_coordinates(moved, positions.num_prefix_tokens, None), *others), options
 
-    parameter = next(tower.module.parameters())
-    options = size_options(tower, pixel_values)
-    outputs, moves = [], [moved for moved in offsets if moved]
+    pooled: dict[float, torch.Tensor] = {}
     with encoding.register_forward_pre_hook(move, with_kwargs=True):
-        starts = range(0, len(pixel_values), batch_size)
-        with tqdm(total=len(starts) * (len(moves) + 1), desc="offsets", disable=not progress) as bar:
-            for start in starts:
-                batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
-                results = {}
-                # The hook reads `offset`.
-                for offset in (0.0, *moves):
-                    output = tower.module(batch, **options)
-                    pooled = getattr(output, "pooler_output", None)
-                    pooled = output.last_hidden_state.flatten(1) if pooled is None else pooled  # (B, features)
-                    results[offset] = pooled.float().cpu()
-                    bar.update()
-                reference = results[0.0]
-                changes = [(results[moved] - reference).norm(dim=1) / reference.norm(dim=1) for moved in offsets]
-                outputs.append(torch.stack(changes))
-    return OutputChange(torch.tensor(offsets), torch.cat(outputs, dim=1))
+        # The hook reads `offset`.
+        for offset in tqdm(dict.fromkeys((0.0, *offsets)), desc="offsets", disable=not progress):
+            outputs = []
+            for batch, options in input_batches(tower, pixel_values, batch_size):
+                output = tower.module(batch, **options)
+                found = getattr(output, "pooler_output", None)
+                outputs.append(output.last_hidden_state.flatten(1) if found is None else found)
+            pooled[offset] = torch.cat(outputs).float().cpu()  # (images, features)
+    reference = pooled[0.0]
+    changes = [(pooled[offset] - reference).norm(dim=1) / reference.norm(dim=1) for offset in offsets]
+    return OutputChange(torch.tensor(offsets), torch.stack(changes))

@@ -110,16 +110,18 @@ def predict(
                 f"--attention: {type(model).__name__} takes images that each have their own grid (spatial_shapes), "
                 "which this option does not support; leave it out."
             )
-        config = tower.module.config
-        num_frames = config.num_frames if len(tower.train_grid) == 3 else None
-        reader = FrameReader(getattr(config, "num_channels", 3), getattr(processor, "intensity_range", None))
-        is_physical = getattr(config, "coordinates", None) == "physical"
+        preparation = Preparation.for_tower(tower, processor)
+        num_frames, is_physical = (
+            preparation.num_frames,
+            getattr(tower.module.config, "coordinates", None) == "physical",
+        )
+        reader = FrameReader(preparation.num_channels, getattr(processor, "intensity_range", None))
         if attention is not None and is_physical:
             raise InspectionError("--attention does not know physical coordinates; leave it out for this model.")
         predicted, rows = [], []
         for file in files:
             sample = read_file(Path(file), num_frames is not None, reader, num_frames, is_physical)
-            inputs = Inputs.prepare(sample, tower, processor)
+            inputs = Inputs.prepare(sample, preparation, tower, processor)
             found = inputs.probabilities(model).topk(min(top_k, len(names)))
             answers = [Answer(names[index], index, score) for score, index in zip(*(part.tolist() for part in found))]
             predicted.append(Prediction(str(file), answers))
@@ -186,16 +188,13 @@ class Inputs:
     preparation: Preparation
 
     @classmethod
-    def prepare(cls, sample: Sample, tower: Tower, processor: Any) -> "Inputs":
-        config = tower.module.config
-        num_frames = config.num_frames if len(tower.train_grid) == 3 else None
-        preparation = Preparation.from_processor(processor, getattr(config, "num_channels", 3), num_frames)
+    def prepare(cls, sample: Sample, preparation: Preparation, tower: Tower, processor: Any) -> "Inputs":
         if processor is None:
             size = tuple(black_input(tower).shape[-2:])
             pixels = preparation.pixel_values([preparation.resize(sample, size)])
             return cls({"pixel_values": pixels} | _place(sample, processor, pixels), preparation)
         pictures, options = preparation.pictures(sample), {}
-        if num_frames is not None and preparation.num_channels == 1:
+        if preparation.num_frames is not None and preparation.num_channels == 1:
             # Processors of videos find channels of tensors alone, and would make three of one.
             pictures, options = torch.from_numpy(np.stack(pictures))[:, None], {"do_convert_rgb": False}
         try:

@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Au
 import hf_liere
 from hf_liere.cli import main
 from hf_liere.inspection.attention import vision_tower
-from hf_liere.inspection.inputs import read_file
+from hf_liere.inspection.inputs import Preparation, read_file
 from hf_liere.inspection.prediction import Inputs
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 
@@ -144,7 +144,8 @@ def test_attention_lies_over_what_the_model_saw(name, pictures, tmp_path):
     """After resizing and cropping, which is what the processor makes without its normalisation."""
     model, processor = CASES[name]
     model, processor = widen(model()).eval(), processor()
-    inputs = Inputs.prepare(read_file(pictures[0], False), vision_tower(model), processor)
+    tower = vision_tower(model)
+    inputs = Inputs.prepare(read_file(pictures[0], False), Preparation.for_tower(tower, processor), tower, processor)
     (row,) = inputs.attention_rows(model, "title")
     plain = type(processor).from_dict(processor.to_dict() | {"do_normalize": False, "do_rescale": False})
     seen = plain(Image.open(pictures[0]), return_tensors="pt")
