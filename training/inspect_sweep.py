@@ -28,9 +28,9 @@ from torch import nn
 from hf_liere.auto import load_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.inspection.attention import attention_maps, vision_tower
-from hf_liere.inspection.attention_plots import AttentionRow, attention_rows, save_attention
 from hf_liere.inspection.encodings import angle_statistics, rotary_encoding
 from hf_liere.inspection.inputs import Preparation, read_file
+from hf_liere.inspection.plots import AttentionRow, attention_rows, save_attention
 from training.engine.runs import start
 from training.reporting.markdown import markdown
 

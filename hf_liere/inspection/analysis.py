@@ -139,18 +139,17 @@ def analyse(
         ValueError: if the model has no vision tower and is not one of tokens, contains weights that are not finite, or
             refuses an input.
     """
-    if (tokens := tokens_transformer(model)) is not None:
-        if inputs:
-            raise ValueError(f"{type(model).__name__} takes tokens with positions; no images or videos are accepted.")
-        require_finite_parameters(tokens, type(tokens).__name__)
-        encoding = rotary_encoding(tokens)
-        found = None if encoding is None else analyse_encoding(encoding, progress)
-        remarks = [] if encoding is not None else [NO_ROTATIONS]
-        return Analysis(describe(model), found, remarks=[*remarks, NO_GRID])
-    tower = vision_tower(model)
-    require_finite_parameters(tower.module, type(tower.module).__name__)
-    encoding = rotary_encoding(tower.module)
+    tokens = tokens_transformer(model)
+    if tokens is not None and inputs:
+        raise ValueError(f"{type(model).__name__} takes tokens with positions; no images or videos are accepted.")
+    transformer = tokens or vision_tower(model).module
+    require_finite_parameters(transformer, type(transformer).__name__)
+    encoding = rotary_encoding(transformer)
     analysis = Analysis(describe(model), None if encoding is None else analyse_encoding(encoding, progress))
+    if tokens is not None:
+        analysis.remarks += [NO_GRID] if encoding is not None else [NO_ROTATIONS, NO_GRID]
+        return analysis
+    tower = vision_tower(model)
     analysis.remarks += _remarks(tower, encoding, bool(inputs))
     if tower.is_flexible:
         return analysis

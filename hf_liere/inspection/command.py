@@ -67,7 +67,7 @@ def inspect_checkpoints(
 
     with new_directory(output) as partial:
         loaded = [load_checkpoint(*place, trust_remote_code) for place in checkpoints]
-        is_video = _take_videos([model for model, _ in loaded])
+        is_video = _input_kind([model for model, _ in loaded]) == "videos"
         reader = FrameReader(3, getattr(loaded[0][1], "intensity_range", None))
         samples = read_samples(images, dataset, split, max_samples, is_video, reader)
         if not samples and image_sizes is not None:
@@ -90,18 +90,15 @@ def inspect_checkpoints(
     return Path(output) / REPORT_NAME
 
 
-def _take_videos(models: Sequence[nn.Module]) -> bool:
-    kinds = [_input_kind(model) for model in models]
+def _input_kind(models: Sequence[nn.Module]) -> str:
+    kinds = []
+    for model in models:
+        is_tokens = tokens_transformer(model) is not None
+        kinds.append("tokens" if is_tokens else "videos" if len(vision_tower(model).train_grid) == 3 else "images")
     if len(set(kinds)) > 1:
         described = " and ".join(f"{type(model).__name__} takes {kind}" for model, kind in zip(models, kinds))
         raise InspectionError(f"--compare: {described}; accepted are two models of one kind.")
-    return kinds[0] == "videos"
-
-
-def _input_kind(model: nn.Module) -> str:
-    if tokens_transformer(model) is not None:
-        return "tokens"
-    return "videos" if len(vision_tower(model).train_grid) == 3 else "images"
+    return kinds[0]
 
 
 def _inspect(

@@ -240,16 +240,16 @@ def rotation_matrices(
 def commutators(matrices: torch.Tensor) -> Commutators:
     """Norms for generators (A, layers, heads, blocks, b, b), over all blocks of a head."""
     axes = tuple(itertools.combinations(range(len(matrices)), 2))
-    norms = matrices.flatten(-3).norm(dim=-1)
-    absolute = norms.new_zeros(len(axes), *norms.shape[1:])
-    relative = absolute.clone()
-    for pair, (first, second) in enumerate(axes):
-        product = matrices[first] @ matrices[second]
-        # For skew-symmetric matrices, B A = (A B)ᵀ.
-        absolute[pair] = (product - product.transpose(-1, -2)).flatten(-3).norm(dim=-1)
-        scale = norms[first] * norms[second]
-        relative[pair] = torch.where(scale > 0, absolute[pair] / scale.where(scale > 0, 1), 0)
-    return Commutators(axes, absolute, relative)
+    first, second = (matrices[[pair[end] for pair in axes]] for end in (0, 1))
+    absolute = _commutator(first, second).flatten(-3).norm(dim=-1)
+    scale = first.flatten(-3).norm(dim=-1) * second.flatten(-3).norm(dim=-1)
+    return Commutators(axes, absolute, torch.where(scale > 0, absolute / scale.where(scale > 0, 1), 0))
+
+
+def _commutator(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[A, B] = A B − B A of skew-symmetric matrices, for which B A = (A B)ᵀ."""
+    product = first @ second
+    return product - product.mT
 
 
 def relativity_error(
@@ -387,15 +387,9 @@ def representation_error(encoding: RotaryEncoding) -> torch.Tensor | None:
     """
     if encoding.config.rotary_init != "so3":
         return None
-    found = []
-    matrices = generator_matrices(encoding)  # (3, layers, heads, blocks, b, b)
-    for axis in range(3):
-        first, second, third = matrices.roll(-axis, dims=0)
-        product = first @ second
-        # For skew-symmetric matrices, B A = (A B)ᵀ.
-        difference = (product - product.mT - third).flatten(-2).norm(dim=-1)
-        found.append((difference / third.flatten(-2).norm(dim=-1)).nan_to_num(0.0, posinf=torch.inf).amax(-1))
-    return torch.stack(found).amax(0)
+    first, second, third = (generator_matrices(encoding).roll(-axis, dims=0) for axis in range(3))
+    difference = (_commutator(first, second) - third).flatten(-2).norm(dim=-1)  # (3, layers, heads, blocks)
+    return (difference / third.flatten(-2).norm(dim=-1)).nan_to_num(0.0, posinf=torch.inf).amax((0, -1))
 
 
 def _sort_planes(keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

@@ -121,14 +121,18 @@ def predict(
         predicted, rows = [], []
         for file in files:
             sample = read_file(Path(file), num_frames is not None, reader, num_frames, is_physical)
-            inputs = Inputs.prepare(sample, preparation, tower, processor)
-            found = inputs.probabilities(model).topk(min(top_k, len(names)))
+            inputs = prepare(sample, preparation, tower, processor)
+            found = _classify(model, inputs).topk(min(top_k, len(names)))
             answers = [Answer(names[index], index, score) for score, index in zip(*(part.tolist() for part in found))]
             predicted.append(Prediction(str(file), answers))
             if picture is not None:
-                rows += inputs.attention_rows(model, f"{Path(file).name}\n{answers[0].label} {answers[0].score:.1%}")
+                from .plots import attention_rows
+
+                title, pixels = f"{Path(file).name}\n{answers[0].label} {answers[0].score:.1%}", inputs["pixel_values"]
+                # The frames as the model saw them: after resizing and cropping, before normalisation.
+                rows += attention_rows(title, attention_maps(model, pixels).maps[:, 0], preparation.frames(pixels)[0])
         if picture is not None:
-            from .attention_plots import save_attention
+            from .plots import save_attention
 
             save_attention(rows, picture)
     unknown = [file for file in files if is_scan(Path(file))] if not hasattr(processor, "volume_orientation") else []
@@ -174,53 +178,33 @@ def _remarks(names: list[str], processor: object | None, unknown: list[str]) -> 
     return remarks
 
 
-@dataclass
-class Inputs:
-    """
-    One image or clip, prepared for the model.
+def prepare(sample: Sample, preparation: Preparation, tower: Tower, processor: Any) -> dict[str, torch.Tensor]:
+    """One image or clip as the processor prepares it for the model, a batch of one."""
+    if processor is None:
+        size = tuple(black_input(tower).shape[-2:])
+        pixels = preparation.pixel_values([preparation.resize(sample, size)])
+        return {"pixel_values": pixels} | _place(sample, processor, pixels)
+    pictures, options = preparation.pictures(sample), {}
+    if preparation.num_frames is not None and preparation.num_channels == 1:
+        # Processors of videos find channels of tensors alone, and would make three of one.
+        pictures, options = torch.from_numpy(np.stack(pictures))[:, None], {"do_convert_rgb": False}
+    try:
+        tensors = dict(processor(pictures, return_tensors="pt", **options))
+    except Exception as error:
+        # Processors raise errors of many types for pictures that they do not accept.
+        raise InspectionError(f"{sample.name} cannot be prepared by {type(processor).__name__}: {error}") from error
+    if "spatial_shapes" in tensors and not tower.is_flexible:
+        extent = tower.patch_embedding.kernel_size
+        tensors = {"pixel_values": images_of_patches(tensors["pixel_values"], tensors["spatial_shapes"], extent)}
+    return tensors | _place(sample, processor, tensors["pixel_values"])
 
-    Attributes:
-        tensors: Output of the processor, a batch of one.
-        preparation: The constants that turn `pixel_values` back into pictures.
-    """
 
-    tensors: dict[str, torch.Tensor]
-    preparation: Preparation
-
-    @classmethod
-    def prepare(cls, sample: Sample, preparation: Preparation, tower: Tower, processor: Any) -> "Inputs":
-        if processor is None:
-            size = tuple(black_input(tower).shape[-2:])
-            pixels = preparation.pixel_values([preparation.resize(sample, size)])
-            return cls({"pixel_values": pixels} | _place(sample, processor, pixels), preparation)
-        pictures, options = preparation.pictures(sample), {}
-        if preparation.num_frames is not None and preparation.num_channels == 1:
-            # Processors of videos find channels of tensors alone, and would make three of one.
-            pictures, options = torch.from_numpy(np.stack(pictures))[:, None], {"do_convert_rgb": False}
-        try:
-            tensors = dict(processor(pictures, return_tensors="pt", **options))
-        except Exception as error:
-            # Processors raise errors of many types for pictures that they do not accept.
-            raise InspectionError(f"{sample.name} cannot be prepared by {type(processor).__name__}: {error}") from error
-        if "spatial_shapes" in tensors and not tower.is_flexible:
-            extent = tower.patch_embedding.kernel_size
-            tensors = {"pixel_values": images_of_patches(tensors["pixel_values"], tensors["spatial_shapes"], extent)}
-        return cls(tensors | _place(sample, processor, tensors["pixel_values"]), preparation)
-
-    @torch.no_grad()
-    def probabilities(self, model: nn.Module) -> torch.Tensor:
-        """(labels,)"""
-        if {"spatial_shapes", "spacing"} & self.tensors.keys():
-            return probabilities(model, model(**self.tensors).logits)[0]
-        return class_probabilities(model, self.tensors["pixel_values"])[0]
-
-    def attention_rows(self, model: nn.Module, title: str) -> list:
-        """Rows of [`save_attention`]."""
-        from .attention_plots import attention_rows
-
-        pixels = self.tensors["pixel_values"]
-        # The frames as the model saw them: after resizing and cropping, before normalisation.
-        return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.preparation.frames(pixels)[0])
+@torch.no_grad()
+def _classify(model: nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(labels,) probabilities"""
+    if {"spatial_shapes", "spacing"} & tensors.keys():
+        return probabilities(model, model(**tensors).logits)[0]
+    return class_probabilities(model, tensors["pixel_values"])[0]
 
 
 def _place(sample: Sample, processor: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..version import __version__
-from . import attention_plots, plots
+from . import plots
 from .analysis import Analysis, InspectedModel
 from .comparison import Comparison
 from .encodings import EncodingAnalysis, Movement
@@ -55,7 +55,6 @@ def render_report(models: Sequence[InspectedModel], comparison: Comparison | Non
         models=[_model_context(model) for model in models],
         comparison=comparison and _comparison_context(models, comparison),
         plots=plots,
-        attention_plots=attention_plots,
         encodings=ENCODINGS,
         traits=ENCODING_TRAITS,
         describe_start=describe_start,

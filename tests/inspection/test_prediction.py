@@ -13,9 +13,9 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Au
 
 import hf_liere
 from hf_liere.cli import main
-from hf_liere.inspection.attention import vision_tower
+from hf_liere.inspection.attention import attention_maps, vision_tower
 from hf_liere.inspection.inputs import Preparation, read_file
-from hf_liere.inspection.prediction import Inputs
+from hf_liere.inspection.prediction import prepare
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 
 
@@ -142,11 +142,14 @@ def test_a_process_prints_lines_and_draws_attention(pictures, tmp_path):
 @pytest.mark.parametrize("name", ["ours", "CLIP, cropped", "ours in native sizes"])
 def test_attention_lies_over_what_the_model_saw(name, pictures, tmp_path):
     """After resizing and cropping, which is what the processor makes without its normalisation."""
+    from hf_liere.inspection.plots import attention_rows
+
     model, processor = CASES[name]
     model, processor = widen(model()).eval(), processor()
     tower = vision_tower(model)
-    inputs = Inputs.prepare(read_file(pictures[0], False), Preparation.for_tower(tower, processor), tower, processor)
-    (row,) = inputs.attention_rows(model, "title")
+    preparation = Preparation.for_tower(tower, processor)
+    pixels = prepare(read_file(pictures[0], False), preparation, tower, processor)["pixel_values"]
+    (row,) = attention_rows("title", attention_maps(model, pixels).maps[:, 0], preparation.frames(pixels)[0])
     plain = type(processor).from_dict(processor.to_dict() | {"do_normalize": False, "do_rescale": False})
     seen = plain(Image.open(pictures[0]), return_tensors="pt")
     if "spatial_shapes" in seen:
