@@ -13,19 +13,12 @@ from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.fast.dispatch import values_are_unknown, working_dtype
 from ..models.rotation.rotation import PlaneRotation
-from .poses import (
-    check_intrinsics,
-    check_poses,
-    coarse_distance,
-    first_pose,
-    invert_poses,
-    lift_intrinsics,
-    poses_are_distant,
-    relative_poses,
-)
+from .poses import check_intrinsics, check_poses, first_pose, invert_poses, lift_intrinsics, relative_poses
 
 
 logger = logging.get_logger(__name__)
+# Rounding of a translation, in its scaled unit, above which a change of the world's frame changes attention noticeably.
+COARSE = 1e-5
 
 
 class PoseFrames(NamedTuple):
@@ -164,11 +157,12 @@ class PoseEmbedding(nn.Module):
         Raises:
             ValueError: if shapes do not fit, options are missing, or a matrix is not a pose (with the deviation).
         """
-        require_tensors(known=known, reference=reference)
+        require_tensors(reference=reference)
         poses = _as_batch("poses", poses, (4, 4))  # (1 or B, N, 4, 4)
         tokens = poses.shape[1]
         if known is not None:
-            known = _known_tokens(known, poses)  # (1 or B, N)
+            known = _as_batch("known", known, (), poses).to(poses.device)  # (1 or B, N)
+            known = known.expand(max(len(known), len(poses)), -1)
             poses = _where_known(known, poses)
         check_poses("poses", poses)
         self._warn_of_rounding(poses)
@@ -280,8 +274,12 @@ class PoseEmbedding(nn.Module):
         return PlaneRotation(rotation.cos_sin.repeat(1, 1, times, 1, 1))  # (1 or B, 1, N, planes, 2)
 
     def _warn_of_rounding(self, poses: torch.Tensor) -> None:
-        if poses_are_distant(poses, self.translation_scale):
-            limit = coarse_distance(poses.dtype) / self.translation_scale
+        if values_are_unknown(poses):
+            return
+        # The largest number that is rounded by at most `COARSE`.
+        coarse = COARSE / (torch.finfo(poses.dtype).eps / 2)
+        if (poses.detach()[..., :3, 3].abs() * self.translation_scale > coarse).any():
+            limit = coarse / self.translation_scale
             # Without the distance, so that the warning appears once.
             logger.warning_once(
                 f"Poses of type {poses.dtype} lie more than {limit:.3g} units from the origin, where their rounding is "
@@ -335,44 +333,30 @@ def _check_same_reference(frames: PoseFrames, key_frames: PoseFrames) -> None:
     )
 
 
-def _read_sides(image_size: Any) -> tuple[float, float] | None:
-    try:
-        height, width = image_size
-        return (height, width) if 0 < height < float("inf") and 0 < width < float("inf") else None
-    except (TypeError, ValueError):
-        return None
-
-
 def _name(options: dict[str, float]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
-def _as_batch(name: str, matrices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """(1 or B, N, …) from (B, N, …) or (N, …) float32 or float64 matrices."""
-    require_tensors(**{name: matrices})
-    if matrices.ndim not in (3, 4) or matrices.shape[-2:] != shape or not matrices.shape[-3]:
+def _as_batch(
+    name: str, given: torch.Tensor, shape: tuple[int, ...], poses: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(1 or B, N, …) from (B, N, …) or (N, …) matrices, or bools if `shape` is (), as many as there are `poses`."""
+    require_tensors(**{name: given})
+    batch = given.unsqueeze(0) if given.ndim == 1 + len(shape) else given
+    if batch.ndim != 2 + len(shape) or batch.shape[2:] != shape or not batch.shape[1]:
+        tokens = ", ".join(map(str, ("tokens", *shape)))
         raise ValueError(
-            f"{name} of shape {tuple(matrices.shape)} must be (batch, tokens, {shape[0]}, {shape[1]}) or (tokens, "
-            f"{shape[0]}, {shape[1]}), with at least one token."
+            f"{name} of shape {tuple(given.shape)} must be (batch, {tokens}) or ({tokens}), with at least one token."
         )
-    if matrices.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name} are {matrices.dtype}; float32 or float64 is needed, whatever the type of the states.")
-    return matrices if matrices.ndim == 4 else matrices.unsqueeze(0)
-
-
-def _known_tokens(known: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
-    """(1 or B, N) on the device of the (1 or B, N, 4, 4) poses."""
-    samples, tokens = poses.shape[:2]
-    if known.dtype != torch.bool or known.ndim not in (1, 2) or known.shape[-1] != tokens:
+    if given.dtype not in ((torch.float32, torch.float64) if shape else (torch.bool,)):
+        needed = "float32 or float64 is needed, whatever the type of the states" if shape else "bool is needed"
+        raise ValueError(f"{name} of type {given.dtype}: {needed}.")
+    if poses is not None and (batch.shape[1] != poses.shape[1] or len({1, len(poses), len(batch)}) > 2):
         raise ValueError(
-            f"known of shape {tuple(known.shape)} and type {known.dtype} must be (batch, tokens) or (tokens,) of type "
-            f"bool, for {tokens} tokens."
+            f"{name} of {batch.shape[1]} tokens in {len(batch)} samples and poses of {poses.shape[1]} in {len(poses)} "
+            "do not fit."
         )
-    known = known.to(poses.device)
-    known = known if known.ndim == 2 else known.unsqueeze(0)
-    if len({1, samples, known.shape[0]}) > 2:
-        raise ValueError(f"known is of {known.shape[0]} samples and poses are of {samples}.")
-    return known.expand(max(samples, known.shape[0]), -1)
+    return batch
 
 
 def _where_known(known: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -398,19 +382,21 @@ def _projections(
     intrinsics: torch.Tensor, image_size: Sequence[int] | None, known: torch.Tensor | None, poses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """lift(K) and its inverse, (1 or B, N, 4, 4) in the type of the poses."""
-    intrinsics = _as_batch("intrinsics", intrinsics, (3, 3))  # (1 or B, N, 3, 3)
-    if intrinsics.shape[1] != poses.shape[1] or len({1, len(poses), len(intrinsics)}) > 2:
-        raise ValueError(
-            f"intrinsics are of {intrinsics.shape[1]} tokens in {len(intrinsics)} samples and poses of "
-            f"{poses.shape[1]} in {len(poses)}."
-        )
-    sides = _read_sides(image_size)
-    if sides is None:
-        raise ValueError(
-            f"image_size={image_size!r} must be (height, width) of the image in the pixels of intrinsics, two positive "
-            "numbers."
-        )
+    intrinsics = _as_batch("intrinsics", intrinsics, (3, 3), poses)  # (1 or B, N, 3, 3)
     if known is not None:
         intrinsics = _where_known(known, intrinsics)
     check_intrinsics(intrinsics)
-    return lift_intrinsics(intrinsics.to(poses), sides)
+    return lift_intrinsics(intrinsics.to(poses), _read_sides(image_size))
+
+
+def _read_sides(image_size: Any) -> tuple[float, float]:
+    try:
+        height, width = image_size
+        if 0 < height < float("inf") and 0 < width < float("inf"):
+            return height, width
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"image_size={image_size!r} must be (height, width) of the image in the pixels of intrinsics, two positive "
+        "numbers."
+    )

@@ -8,10 +8,6 @@ from ..models.fast.dispatch import values_are_unknown
 from .orientations import TOLERANCE, measure_rotations
 
 
-# Rounding of a translation, in its scaled unit, above which a change of the world's frame changes attention noticeably.
-COARSE = 1e-5
-
-
 def relative_poses(poses: torch.Tensor, reference: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """
     G⁻¹ P with the reference G, its translations times `scale`: (B, N, 4, 4) from (B, N, 4, 4) and (1 or B, 4, 4).
@@ -103,18 +99,6 @@ def check_intrinsics(intrinsics: torch.Tensor) -> None:
             f"intrinsics[{', '.join(map(str, index))}] are {given[index].tolist()}; accepted are finite "
             "[[f_x, s, c_x], [0, f_y, c_y], [0, 0, 1]] with f_x and f_y that are not 0."
         )
-
-
-def poses_are_distant(poses: torch.Tensor, scale: float) -> bool:
-    """Whether (…, 4, 4) poses are, times `scale`, further from the origin than [`coarse_distance`]."""
-    if values_are_unknown(poses):
-        return False
-    return bool((poses.detach()[..., :3, 3].abs() * scale > coarse_distance(poses.dtype)).any())
-
-
-def coarse_distance(dtype: torch.dtype) -> float:
-    """Largest number that `dtype` rounds by at most `COARSE`."""
-    return COARSE / (torch.finfo(dtype).eps / 2)
 
 
 def _homogeneous(rotation: torch.Tensor, translation: torch.Tensor) -> torch.Tensor:
