@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.fast.dispatch import plain_functions, plain_operations
 from ..models.patched.vision_towers import find_towers, position_table
 from ..patching.apply import is_patched, unpatch
 from .attention import eager_attention
+from .encodings import rotary_encoding
 
 
 # Operations per element of a layer norm, as in LieRE's Table 8.
@@ -109,18 +109,16 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options: Any) -> Cost:
     # A table may be a view of a parameter, or sinusoids, which are not parameters.
     stored = {parameter.data_ptr() for parameter in tower.embeddings.parameters()}
     table_parameters = table.numel() if table is not None and table.data_ptr() in stored else 0
-    encoding = getattr(tower.module, "rotary_encoding", None)
-    plain, calls = model, []
-    if isinstance(encoding, RotaryEncoding):
-        plain = _remove_rotations(model)
-        hook = encoding.register_forward_pre_hook(lambda _, positions: calls.append(positions))
-        # Rotations cached by an earlier pass would not be counted.
-        encoding.cache.clear()
-    products, elements = count_forward(model, pixels, **options)
+    encoding, calls, rotations = rotary_encoding(tower.module), [], []
+    making = rotating = learned = 0
+    with ExitStack() as stack:
+        if encoding is not None:
+            stack.enter_context(encoding.register_forward_pre_hook(lambda _, positions: calls.append(positions)))
+            # Rotations cached by an earlier pass would not be counted.
+            encoding.cache.clear()
+        products, elements = count_forward(model, pixels, **options)
     plain_products = products
-    rotations, making, rotating, learned = [], 0, 0, 0
     if encoding is not None and calls:
-        hook.remove()
         encoding.cache.clear()
         learned = sum(parameter.numel() for parameter in encoding.parameters())
         making = count_products(lambda: rotations.extend(encoding(*calls[0])))
@@ -128,7 +126,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options: Any) -> Cost:
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
         states = 4 if getattr(encoding.config, "rotate_values", False) else 2
         rotating = planes * encoding.config.num_attention_heads * states * 2 * 2
-        plain_products, _ = count_forward(plain, pixels, **options)
+        plain_products, _ = count_forward(_remove_rotations(model), pixels, **options)
     return Cost(
         parameters=parameters,
         encoding_parameters=learned,
