@@ -158,13 +158,7 @@ class Source:
                 self.copy(f"layers.{index}.{ours}", key, *shape, bias=ours not in without_bias)
 
     def copy_layer_scales(self, official: str, initial: float) -> None:
-        """
-        Copy the learned scales of both branches of every layer.
-
-        Args:
-            official: Their official name, with `{}` in place of the numbers of the layer and the branch.
-            initial: The official initial value, for the configuration.
-        """
+        """Copy the scales, at first `initial`, of both branches of every layer, whose numbers fill `official`."""
         self.fields["layerscale_value"] = initial
         for index in range(self.fields["num_hidden_layers"]):
             for branch in (1, 2):

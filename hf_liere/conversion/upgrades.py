@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from ..inspection.common_planes import find_common_planes
+from ..inspection.common_planes import find_common_planes, generator_matrices
 from ..models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
 from ..models.encoding.encoding_traits import (
     AXIAL,
@@ -46,7 +46,7 @@ from ..models.encoding.encoding_traits import (
     traits_of,
 )
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.rotation.bases import skew, skew_entries
+from ..models.rotation.bases import skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
@@ -170,9 +170,7 @@ def _upgrade_parameters(
     if encoding is None:
         zeros = torch.zeros(new.num_axes, target.layers, target.heads, target.num_planes, dtype=torch.float64)
         return target.parameters_for_planes(zeros), None
-    with torch.no_grad():
-        parameter = next(encoding.parameters(), torch.empty(0))
-        matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
+    matrices = generator_matrices(encoding)
     for name, dim, wanted in (("share_layers", 1, target.layers), ("share_heads", 2, target.heads)):
         if wanted < matrices.shape[dim]:
             first = matrices.narrow(dim, 0, 1)
@@ -225,12 +223,12 @@ def _embed_blocks(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncodi
             f"channels unrotated, blocks of {old_size} only {new.head_dim - rotated}."
         )
     matrices = torch.nn.functional.pad(matrices, (0, 0, 0, 0, 0, blocks * joined - matrices.shape[3]))
-    matrices = matrices.unflatten(3, (blocks, joined))
-    larger = matrices.new_zeros(*matrices.shape[:4], size, size)
-    for index in range(joined):
-        part = slice(index * old_size, (index + 1) * old_size)
-        larger[..., part, part] = matrices[..., index, :, :]
-    return skew_entries(larger)
+    return skew_entries(_block_diagonal(matrices.unflatten(3, (blocks, joined))))
+
+
+def _block_diagonal(matrices: torch.Tensor) -> torch.Tensor:
+    """(…, n · b, n · b) with (…, n, b, b) matrices on the diagonal."""
+    return torch.diag_embed(matrices.movedim(-3, -1), dim1=-4, dim2=-2).flatten(-4, -3).flatten(-2)
 
 
 def _join_blocks(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,13 +238,10 @@ def _join_blocks(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) 
     """
     blocks, size = basis.shape[2:4]
     whole = torch.eye(head_dim, dtype=basis.dtype).repeat(*basis.shape[:2], 1, 1)
-    for block in range(blocks):
-        part = slice(block * size, (block + 1) * size)
-        whole[..., part, part] = basis[:, :, block]
-    channels = torch.arange(blocks * size).view(blocks, size)
-    in_planes = channels[:, : size - size % 2].flatten()
-    others = sorted(set(range(head_dim)) - set(in_planes.tolist()))
-    return frequencies.flatten(3), whole[..., in_planes.tolist() + others]
+    whole[..., : blocks * size, : blocks * size] = _block_diagonal(basis)
+    in_planes = torch.arange(blocks * size).view(blocks, size)[:, : size - size % 2].flatten().tolist()
+    others = sorted(set(range(head_dim)) - set(in_planes))
+    return frequencies.flatten(3), whole[..., in_planes + others]
 
 
 def _move_planes(

@@ -205,13 +205,10 @@ class PoseEmbedding(nn.Module):
         frames = self._find_frames(poses)
         key_frames = frames if key_poses is None else self._find_frames(key_poses, frames.reference)
         _check_same_reference(frames, key_frames)
-        self._check_states("query", query, frames)
-        self._check_states("key", key, key_frames)
-        self._check_states("value", value, key_frames)
         return (
-            self._transform(query, frames.to_camera.mT, frames.patches),
-            self._transform(key, key_frames.from_camera, key_frames.patches),
-            self._transform(value, key_frames.from_camera, key_frames.patches),
+            self._transform("query", query, frames, frames.to_camera.mT),
+            self._transform("key", key, key_frames, key_frames.from_camera),
+            self._transform("value", value, key_frames, key_frames.from_camera),
         )
 
     def undo(self, output: torch.Tensor, poses: torch.Tensor | PoseFrames) -> torch.Tensor:
@@ -229,11 +226,9 @@ class PoseEmbedding(nn.Module):
             ValueError: as `forward`.
         """
         frames = self._find_frames(poses)
-        self._check_states("output", output, frames)
-        patches = frames.patches
-        if patches is not None:
-            patches = patches.transpose()
-        return self._transform(output, frames.to_camera, patches)
+        if frames.patches is not None:
+            frames = frames._replace(patches=frames.patches.transpose())
+        return self._transform("output", output, frames, frames.to_camera)
 
     @property
     def options(self) -> dict[str, float]:
@@ -307,8 +302,9 @@ class PoseEmbedding(nn.Module):
                 f"{tuple(states.shape)}: patches of 1 or {states.shape[0]} samples are needed."
             )
 
-    def _transform(self, states: torch.Tensor, matrices: torch.Tensor, patches: PlaneRotation | None) -> torch.Tensor:
+    def _transform(self, name: str, states: torch.Tensor, frames: PoseFrames, matrices: torch.Tensor) -> torch.Tensor:
         """(B, H, N, head_dim) states by (1 or B, N, 4, 4) matrices, and the last channels by rotations of patches."""
+        self._check_states(name, states, frames)
         wide = torch.promote_types(states.dtype, torch.float32)
         with maybe_autocast(states.device.type, enabled=False):
             matrices = matrices.to(wide)[:, None, :, None]  # (1 or B, 1, N, 1, 4, 4)
@@ -316,10 +312,10 @@ class PoseEmbedding(nn.Module):
             # Sums of products: matrix products may be rounded to TF32.
             rows = [sum(column * matrices[..., row, at] for at, column in enumerate(columns)) for row in range(4)]
             result = torch.stack(rows, dim=-1).flatten(-2).to(states.dtype)  # (B, H, N, D)
-            if patches is None:
+            if frames.patches is None:
                 return result
             others = states[..., self.pose_channels :]
-            rotated, _ = patches.rotate(others, others[:0])
+            rotated, _ = frames.patches.rotate(others, others[:0])
             return torch.cat([result, rotated], dim=-1)
 
 

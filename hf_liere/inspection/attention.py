@@ -39,22 +39,13 @@ class AttentionMaps(NamedTuple):
     per_head: torch.Tensor | None = None
 
 
-def vision_tower(model: nn.Module, target: str | None = None) -> Tower:
-    """
-    The vision tower of a model, patched or not.
-
-    Args:
-        target: Dotted name of the tower; required only if there are several.
-
-    Raises:
-        ValueError: if the model has no vision tower, or several and `target` does not name one of them.
-    """
-    towers = {tower.name: tower for tower in find_towers(model)}
-    if target is None and len(towers) == 1:
-        return next(iter(towers.values()))
-    if target not in towers:
-        raise ValueError(f"target={target!r} is not a vision tower of {type(model).__name__}; accepted: {[*towers]}.")
-    return towers[target]
+def vision_tower(model: nn.Module) -> Tower:
+    """The vision tower of a model, patched or not. Raises `ValueError` if there is none, or several."""
+    towers = find_towers(model)
+    if len(towers) > 1:
+        names = [tower.name for tower in towers]
+        raise ValueError(f"{type(model).__name__} has the vision towers {names}; accepted are models with one.")
+    return towers[0]
 
 
 def attention_maps(

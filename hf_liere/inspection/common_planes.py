@@ -1,11 +1,23 @@
-"""The planes that commuting generators share, if they do."""
+"""The generators of an encoding, and the planes that they share if they commute."""
 
 import math
 from typing import NamedTuple
 
 import torch
 
-from ..models.rotation.bases import eigenbasis
+from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.rotation.bases import eigenbasis, skew
+
+
+def generator_matrices(encoding: RotaryEncoding) -> torch.Tensor:
+    """
+    The skew-symmetric A_a, (A, layers, heads, blocks, b, b) in float64.
+
+    For folded ComRoPE and STRING, they are in the eigenbasis that the weights contain: plane rotations, b = 2; for a
+    folded LieRE product, in the basis of its last factor.
+    """
+    device = next((parameter.device for parameter in encoding.parameters()), torch.device("cpu"))
+    return skew(encoding.entries(device).detach().to("cpu", torch.float64), encoding.block_size)
 
 
 class CommonPlanes(NamedTuple):

@@ -26,7 +26,7 @@ from ..models.fast.closed_forms import plane_rotations
 from ..models.rotation.bases import skew
 from ..models.rotation.exponential import block_rotations
 from ..models.rotation.rotation import PlaneRotation
-from .common_planes import find_common_planes
+from .common_planes import find_common_planes, generator_matrices
 
 
 # Number of sampled pairs of patches; each needs an eigenvalue decomposition per block.
@@ -183,23 +183,11 @@ def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
     return encoding if isinstance(encoding, RotaryEncoding) else None
 
 
-def generator_matrices(encoding: RotaryEncoding) -> torch.Tensor:
-    """
-    The skew-symmetric A_a, (A, layers, heads, blocks, b, b) in float64.
-
-    For folded ComRoPE and STRING, they are in the eigenbasis that the weights contain: plane rotations, b = 2; for a
-    folded LieRE product, in the basis of its last factor.
-    """
-    device = next((parameter.device for parameter in encoding.parameters()), torch.device("cpu"))
-    return skew(encoding.entries(device).detach().to("cpu", torch.float64), encoding.block_size)
-
-
-def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = None) -> torch.Tensor:
-    """(N, A) coordinates of the patches of a grid (default: the trained one), without prefix tokens."""
-    config = encoding.config
+def patch_positions(encoding: RotaryEncoding) -> torch.Tensor:
+    """(N, A) coordinates of the patches of the trained grid, without prefix tokens."""
+    grid, coordinates = encoding.config.train_grid, encoding.config.coordinates
     # For an input with an extent of one physical unit, these are the `unit` coordinates.
-    coordinates = "unit" if config.coordinates == "physical" else config.coordinates
-    return TokenPositions.from_grid(grid or config.train_grid, config.train_grid, coordinates).coordinates
+    return TokenPositions.from_grid(grid, grid, "unit" if coordinates == "physical" else coordinates).coordinates
 
 
 def step_sizes(encoding: RotaryEncoding) -> torch.Tensor:

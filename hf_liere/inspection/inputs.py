@@ -212,12 +212,8 @@ def images_of_patches(
     patches: torch.Tensor, spatial_shapes: torch.Tensor, patch_shape: tuple[int, int]
 ) -> torch.Tensor:
     """
-    The (1, C, H, W) image from which [`batch_of_patches`] or a SigLIP 2 processor made patches.
-
-    Args:
-        patches: (1, N, patch pixels), with channels last in each patch; patches beyond `spatial_shapes` are padding.
-        spatial_shapes: (1, 2) numbers of rows and columns.
-        patch_shape: Height and width of a patch.
+    The (1, C, H, W) image from which [`batch_of_patches`] or a SigLIP 2 processor made (1, N, patch pixels) patches,
+    with channels last in each and padding after the (1, 2) `spatial_shapes` of rows and columns.
     """
     rows, columns = spatial_shapes[0].tolist()
     pixels = patches[0, : rows * columns].unflatten(1, (*patch_shape, -1)).unflatten(0, (rows, columns))

@@ -259,11 +259,8 @@ def few_ticks(*axes: Axis) -> None:
 
 def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict[str, str]:
     """
-    Plot a point for every plane; with two models, also a line to it from its frequency in the first model.
-
-    Args:
-        analysis: Analysis of either model, for the names of the axes.
-        models: (A, layers, heads, planes) frequencies of one or two models, in radians per step, see [`step_name`].
+    Plot a point for every plane; with two models, also a line to it from its frequency in the first model. `models`
+    are (A, layers, heads, planes) frequencies per step, see [`step_name`]; the analysis of either names the axes.
     """
     assert analysis.encoding is not None, "planes belong to an encoding"
     step = step_name(analysis)
@@ -296,12 +293,8 @@ def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict
 
 def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray], image: int) -> dict[str, str]:
     """
-    Plot a row for each size (or for each frame of a clip) with the input and the attention map of each layer.
-
-    Args:
-        entries: One for each size.
-        shown: For each size, the (images, T, H, W, C) uint8 inputs of the model.
-        image: Index of the image.
+    Plot a row for each size (or for each frame of a clip) with one of its (images, T, H, W, C) uint8 inputs and the
+    attention map of each layer.
     """
     rows = [
         row
@@ -323,11 +316,8 @@ class AttentionRow(NamedTuple):
 
 def attention_rows(title: str, maps: torch.Tensor, frames: np.ndarray) -> list[AttentionRow]:
     """
-    One row for an image, or rows for some frames of a clip; the frames share a colour scale per layer.
-
-    Args:
-        maps: (layers, *grid), see [`AttentionMaps`].
-        frames: (T, H, W, C) uint8.
+    One row for an image, or rows for some frames of a clip, which share a colour scale per layer: the (layers, *grid)
+    maps over (T, H, W, C) uint8 frames.
     """
     if maps.ndim == 3:
         return [AttentionRow(title, frames[0], list(maps), [None] * len(maps))]

@@ -52,24 +52,22 @@ def render_report(models: Sequence[InspectedModel], comparison: Comparison | Non
     return environment.get_template(TEMPLATE).render(
         name=" and ".join(model.name for model in models),
         version=__version__,
-        models=[_model_context(model) for model in models],
+        models=[
+            {
+                "facts": facts(model.analysis),
+                "predictions": prediction_rows(model.analysis, model.sources),
+                "axes": plots.axis_names(model.analysis),
+                "step": plots.step_name(model.analysis),
+                **vars(model),
+            }
+            for model in models
+        ],
         comparison=comparison and _comparison_context(models, comparison),
         plots=plots,
         encodings=ENCODINGS,
         traits=ENCODING_TRAITS,
         describe_start=describe_start,
     )
-
-
-def _model_context(model: InspectedModel) -> dict:
-    """The template's variables for one model."""
-    analysis = model.analysis
-    return vars(model) | {
-        "facts": facts(analysis),
-        "predictions": prediction_rows(analysis, model.sources),
-        "axes": plots.axis_names(analysis),
-        "step": plots.step_name(analysis),
-    }
 
 
 def _comparison_context(models: Sequence[InspectedModel], comparison: Comparison) -> dict:
