@@ -50,8 +50,13 @@ class DINOv3Source(Source):
         self.set_projection(weight, self.tensors.take("embeddings.patch_embeddings.bias", hidden_size))
         self.set_shape(sizes("image_size", self.image_size, 2))
         names = NAMES | ({"mlp.gate": "mlp.gate_proj"} if self.tensors.any(r"layer\.\d+\.mlp\.gate_proj\..*") else {})
-        self._add_missing_biases(names)
-        self.copy_layers(LAYER, names)
+        # No layer has a bias of keys, for example.
+        absent = [ours for ours, name in names.items() if not self.tensors.any(rf"layer\.\d+\.{name}\.bias")]
+        self.copy_layers(LAYER, names, without_bias=absent)
+        for ours in absent:
+            for index in range(self.fields["num_hidden_layers"]):
+                weight = self.encoder[f"layers.{index}.{ours}.weight"]
+                self.put(f"layers.{index}.{ours}", bias=weight.new_zeros(len(weight)))
         self.copy_layer_scales(f"{LAYER}.layer_scale{{}}.lambda1", initial=1.0)
         self._set_rotations()
         self.encoder["embeddings.cls_token"] = self.tensors.take("embeddings.cls_token", 1, 1, hidden_size)
@@ -63,15 +68,6 @@ class DINOv3Source(Source):
         self.fields |= {"position_jitter": self.position_jitter, "position_rescale": self.position_rescale}
         self.copy("layernorm", "norm", hidden_size)
         self.ignored += self.tensors.ignore(r"embeddings\.mask_token|rope_embeddings\.inv_freq")
-
-    def _add_missing_biases(self, names: Mapping[str, str]) -> None:
-        """Set a bias to zero if no layer has it; DINOv3 has no key bias."""
-        for official in names.values():
-            if not self.tensors.any(rf"layer\.\d+\.{official}\.bias"):
-                for index in range(self.fields["num_hidden_layers"]):
-                    module = f"{LAYER.format(index)}.{official}"
-                    weight = self.tensors.take(f"{module}.weight", *[None] * (1 if "norm" in official else 2))
-                    self.tensors.tensors[f"{module}.bias"] = weight.new_zeros(len(weight))
 
     def _set_rotations(self) -> None:
         """Set the frequencies; make channels i and i + head_dim/2 (DINOv3's planes) neighbours in query and key."""

@@ -365,8 +365,7 @@ def _check_reference(reference: torch.Tensor, poses: torch.Tensor) -> torch.Tens
     """(1 or B, 4, 4) in the type of the poses."""
     if reference.ndim == 2:
         reference = reference.unsqueeze(0)
-    samples = len(poses)
-    if reference.ndim != 3 or reference.shape[1:] != (4, 4) or len({1, samples, len(reference)}) > 2:
+    if reference.ndim != 3 or reference.shape[1:] != (4, 4) or len({1, len(poses), len(reference)}) > 2:
         raise ValueError(
             f"reference of shape {tuple(reference.shape)} must be (4, 4) or (batch, 4, 4), for {len(poses)} samples."
         )
