@@ -31,12 +31,10 @@ from .models.transformer.patch_batches import batch_of_patches
 from .patching import diffusers_models, peft_adapters  # noqa: F401 (guard these libraries once they are imported)
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
-from .renames import warn_of_renames
 from .version import __version__
 
 
 register()
-warn_of_renames(__name__, {})
 
 __all__ = [
     "FrequencySchedule",
