@@ -608,7 +608,10 @@ def test_registered_models_take_timms_arguments():
     assert model(normal(1, 1, 32, 32)).shape == (1, 192)
     features = create(features_only=True, out_indices=[1], position_encoding="rope_mixed")
     assert is_patched(features) and features(normal(1, 1, 32, 32))[0].shape == (1, 192, 2, 2)
-    refused = {"accepted are axial_rope": {"position_encoding": "other"}, "nothing to start": {"rotary_init": "pretrained"}}
+    refused = {
+        "accepted are axial_rope": {"position_encoding": "other"},
+        "nothing to start": {"rotary_init": "pretrained"},
+    }
     for reason, options in refused.items():
         with pytest.raises(ValueError, match=reason):
             create(**options)
