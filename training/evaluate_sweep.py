@@ -38,17 +38,7 @@ from training.common.arguments import launched_on_cpus
 from training.common.records import remove_private
 from training.engine.runs import start
 from training.reporting.result_lines import read_results, write_results
-from training.reporting.sweeps import (
-    build_flags,
-    combinations,
-    conditions_of,
-    pick_stored,
-    read_run,
-    read_sweep,
-    slug,
-    train_and_evaluate,
-    with_seeds,
-)
+from training.reporting.sweeps import Run, combinations, read_sweep, slug, with_seeds
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -94,42 +84,31 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
         )
     if "after" in sweep:
         run_sweep(given, passed, file.with_name(f"{sweep['after']}.yaml"), output_dir / sweep["after"], command)
-    # Every run with the conditions of its evaluations, in order.
-    runs = [(settings, conditions_of(sweep, settings)) for settings in combinations(sweep["train"])]
+    runs = [Run(sweep, settings, passed, output_dir) for settings in combinations(sweep["train"])]
     lines = read_results(given.stored) if given.stored and file == given.sweep else []
-    stored = [pick_stored(lines, sweep, *run, passed, output_dir) for run in runs]
+    stored = [run.pick_stored(lines) for run in runs]
     part, parts = given.part
     mine = [run for run, finished in zip(runs, stored) if not finished][part - 1 :: parts]
     if given.dry_run:
-        for settings, conditions in mine:
-            flags = build_flags(sweep, settings, passed, output_dir)
-            print(" ".join(flags), f"  # evaluated under {len(conditions)} conditions")
+        for run in mine:
+            print(" ".join(run.flags), f"  # evaluated under {len(run.conditions)} conditions")
         return output_dir
     results_file = output_dir / f"{file.stem}.jsonl"
-    for number, (settings, conditions) in enumerate(mine, 1):
+    for number, run in enumerate(mine, 1):
         if PartialState().is_main_process:
-            print(f"[{number}/{len(mine)}] {slug(settings) or 'the recipe as it is'}", flush=True)
-        train_and_evaluate(sweep, settings, conditions, passed, output_dir)
-        collect(results_file, sweep, runs, stored, passed, command)
+            print(f"[{number}/{len(mine)}] {slug(run.settings) or 'the recipe as it is'}", flush=True)
+        run.train_and_evaluate()
+        collect(results_file, runs, stored, command)
     if not mine:
-        collect(results_file, sweep, runs, stored, passed, command)
+        collect(results_file, runs, stored, command)
     return results_file
 
 
-def collect(
-    path: Path,
-    sweep: dict[str, Any],
-    runs: list[tuple[dict[str, Any], list[dict[str, Any]]]],
-    stored: list[list[dict[str, Any]]],
-    passed: list[str],
-    command: list[str],
-) -> None:
+def collect(path: Path, runs: list[Run], stored: list[list[dict[str, Any]]], command: list[str]) -> None:
     """Writes the results of the runs that have finished, in any process, or are stored."""
     if not PartialState().is_main_process:
         return
-    results = []
-    for run, finished in zip(runs, stored):
-        results += finished or read_run(sweep, path.stem, *run, passed, path.parent)
+    results = [result for run, finished in zip(runs, stored) for result in finished or run.read(path.stem)]
     write_results(path, [{**result, "command": command} for result in results])
 
 

@@ -362,18 +362,18 @@ def test_sweeps_name_models_that_exist(path, mini, tmp_path):
     # Seeds differ in nothing that is read here.
     found = {str({**settings, "seed": 0}): settings for settings in sweeps.combinations(sweep["train"])}
     for settings in found.values():
-        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused"))
+        run = sweeps.Run(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused"))
         if sweep["script"] in ("clip_finetuning", "language_modeling"):
-            patch_args = vars(parse_arguments(flags, classes)[1])
+            patch_args = vars(parse_arguments(run.flags, classes)[1])
             if patch_args["position_encoding"] != "none":
                 given = {key: None if value == "None" else value for key, value in patch_args.items()}
                 assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
             continue
-        model_args = parse_arguments(flags, classes)[0]
+        model_args = parse_arguments(run.flags, classes)[0]
         config = model_args.config_class(**model_args.architecture())
         assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
-        for condition in sweeps.conditions_of(sweep, settings):
-            changed = parse_arguments([*flags, *to_flags(condition, classes)], classes)[0]
+        for condition in run.conditions:
+            changed = parse_arguments([*run.flags, *to_flags(condition, classes)], classes)[0]
             if set(condition) & set(vars(config)) - set(SIZE_FIELDS):
                 config.save_pretrained(tmp_path)
                 changed.model_name_or_path = str(tmp_path)
@@ -517,7 +517,7 @@ def test_fixed_rotations_are_those_of_the_papers_code(path, mini):
     for settings in sweeps.combinations(sweep["train"]):
         if settings.get("position_encoding") != "axial_rope" or sweep["script"] == "clip_finetuning":
             continue
-        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused"))
+        flags = sweeps.Run(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused")).flags
         model_args = parse_arguments(flags, script_of(sweep["recipe"]).ARGUMENT_CLASSES)[0]
         config = model_args.config_class(**model_args.architecture())
         if config.coordinates == "train_grid":

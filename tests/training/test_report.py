@@ -169,7 +169,8 @@ def test_every_figure_of_the_papers_has_its_row():
         sweep = sweeps.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", mini=False)
         settings = sweeps.combinations(sweep["train"])
         rows = {result_table.method(given, sweep["script"]) for given in settings}
-        columns = {result_table.condition(given) for row in settings for given in sweeps.conditions_of(sweep, row)}
+        runs = [sweeps.Run(sweep, row, [], ROOT) for row in settings]
+        columns = {result_table.condition(given) for run in runs for given in run.conditions}
         for row, cells in content.get("rows", {}).items():
             assert row in rows, (name, row, rows)
             assert set(cells) <= columns, (name, row)
@@ -784,7 +785,7 @@ def test_every_comparison_of_a_sweep_has_its_rows():
                 cells = [
                     {"settings": settings, "condition": condition, "script": sweep["script"]}
                     for settings in sweeps.combinations(sweep["train"])
-                    for condition in sweeps.conditions_of(sweep, settings)
+                    for condition in sweeps.Run(sweep, settings, [], ROOT).conditions
                 ]
                 table, entry = result_table.arrange(cells), sweep["compare"][number]
                 make = comparisons.condition_pairs if "against_condition" in entry else comparisons.row_pairs

@@ -284,10 +284,10 @@ def test_stored_evaluations_at_further_lengths_are_kept(swept, sweep_file, files
     lines = result_lines.read_results(swept)[:3]
     longer = {**lines[0], "condition": {"max_length": 512}}
     sweep = sweeps.read_sweep(sweep_file, True)
-    conditions = [line["condition"] for line in lines]
-    run = (sweep, lines[0]["settings"], conditions, [*files, *TINY_RUN], swept.parent)
-    assert sweeps.pick_stored([*lines, longer], *run) == [*lines, longer]
-    assert sweeps.pick_stored([*lines[1:], longer], *run) == []
+    run = sweeps.Run(sweep, lines[0]["settings"], [*files, *TINY_RUN], swept.parent)
+    assert run.conditions == [line["condition"] for line in lines]
+    assert run.pick_stored([*lines, longer]) == [*lines, longer]
+    assert run.pick_stored([*lines[1:], longer]) == []
 
 
 def test_seeds_replace_those_of_the_sweep(tmp_path, capsys):
@@ -335,7 +335,7 @@ def test_conditions_may_name_the_models_they_apply_to():
         ("train_grid", [*sizes, *({**fixed, **size} for size in sizes)]),
         ("centred_grid", sizes),
     ):
-        assert sweeps.conditions_of({"evaluate": axes}, {"seed": 1, "coordinates": coordinates}) == wanted
+        assert sweeps.Run({"evaluate": axes}, {"seed": 1, "coordinates": coordinates}, [], Path()).conditions == wanted
 
 
 def test_models_of_a_sweep_are_inspected_side_by_side(tiny, tmp_path):

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,15 +124,6 @@ def with_seeds(sweep: dict[str, Any], count: int | None) -> dict[str, Any]:
     return {**sweep, "train": [[{**row, FROM: f"seed={row['seed']},{row[FROM]}"} for row in rows]]}
 
 
-def conditions_of(sweep: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The conditions that a model with these settings is evaluated under: those whose `rows`, if any, name it."""
-    axes = [
-        [{name: value for name, value in entry.items() if name != ROWS} for entry in axis if is_one_of(settings, entry)]
-        for axis in sweep.get("evaluate", [])
-    ]
-    return combinations(axes)
-
-
 def is_one_of(settings: dict[str, Any], entry: dict[str, Any]) -> bool:
     """Whether a comparison or a condition applies to a model: it names no `rows`, or some with these settings."""
     return any(wanted.items() <= settings.items() for wanted in entry.get(ROWS, [{}]))
@@ -142,116 +134,121 @@ def slug(settings: dict[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in settings.items() if name != FROM)
 
 
-def train_and_evaluate(
-    sweep: dict[str, Any],
-    settings: dict[str, Any],
-    conditions: list[dict[str, Any]],
-    passed: list[str],
-    output_dir: Path,
-) -> None:
-    """Trains one model and evaluates it under all conditions, unless that is done.
-
-    Raises:
-        InputError: if the model's folder contains another run.
+@dataclass(frozen=True)
+class Run:
     """
-    script = _script(sweep)
-    folder = _run_folder(output_dir, settings)
-    flags = build_flags(sweep, settings, passed, output_dir)
-    go_on = _remaining_flags(folder, flags)
-    if go_on is not None:
-        script.main([*flags, "--output_dir", str(folder), *go_on])
-    if (_model_folder(folder) / RESOLUTIONS_FILE).is_file():
-        return
-    for condition in filter(None, conditions):
-        place = _condition_folder(folder, condition)
-        changed = to_flags({**condition, "do_train": False}, script.ARGUMENT_CLASSES)
-        evaluation = [*flags, *changed, "--output_dir", str(place)]
-        go_on = _remaining_flags(place, evaluation)
+    The run of a sweep that trains and evaluates one model.
+
+    Attributes:
+        settings: of the model.
+        passed: flags of every run of the sweep.
+        output_dir: of the sweep. Models of the sweep before, if any, are in its folder there.
+    """
+
+    sweep: dict[str, Any]
+    settings: dict[str, Any]
+    passed: list[str]
+    output_dir: Path
+
+    @property
+    def conditions(self) -> list[dict[str, Any]]:
+        """Those that the model is evaluated under: those whose `rows`, if any, name it."""
+        axes = [
+            [
+                {name: value for name, value in entry.items() if name != ROWS}
+                for entry in axis
+                if is_one_of(self.settings, entry)
+            ]
+            for axis in self.sweep.get("evaluate", [])
+        ]
+        return combinations(axes)
+
+    @property
+    def flags(self) -> list[str]:
+        settings, recipe = self.settings, Path(self.sweep["recipe"])
+        if "after" in self.sweep:
+            settings = {**settings, FROM: str(self.output_dir / self.sweep["after"] / settings[FROM])}
+        recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
+        return [str(recipe), *self.passed, *to_flags({**settings, "do_eval": True}, self._script.ARGUMENT_CLASSES)]
+
+    @property
+    def _script(self) -> ModuleType:
+        return importlib.import_module(f"training.{self.sweep['script']}")
+
+    def _folder(self, condition: dict[str, Any]) -> Path:
+        """The folder of an evaluation; without a condition, that of the training too."""
+        folder = self.output_dir / (slug(self.settings) or "recipe")
+        return folder / "conditions" / slug(condition) if condition else folder
+
+    def train_and_evaluate(self) -> None:
+        """Trains the model and evaluates it under all conditions, unless that is done.
+
+        Raises:
+            InputError: if the model's folder contains another run.
+        """
+        folder, flags = self._folder({}), self.flags
+        go_on = _remaining_flags(folder, flags)
         if go_on is not None:
-            script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
+            self._script.main([*flags, "--output_dir", str(folder), *go_on])
+        if (_model_folder(folder) / RESOLUTIONS_FILE).is_file():
+            return
+        for condition in filter(None, self.conditions):
+            place = self._folder(condition)
+            changed = to_flags({**condition, "do_train": False}, self._script.ARGUMENT_CLASSES)
+            evaluation = [*flags, *changed, "--output_dir", str(place)]
+            go_on = _remaining_flags(place, evaluation)
+            if go_on is not None:
+                self._script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
 
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """
+        The results, one per condition, for a sweep of this name; none before the run has finished, or if the folder is
+        another run's.
+        """
+        folder, flags = self._folder({}), remove_private(self.flags)
+        if _read(folder / FLAGS_FILE).get("flags") != flags:
+            return []
+        model = _model_folder(folder)
+        shared = {
+            "sweep": name,
+            "script": self.sweep["script"],
+            "settings": self.settings,
+            "flags": flags,
+            "run": _read(model / CONFIG_FILE),
+            "train_metrics": _read(model / "train_results.json"),
+            "history": _history(model),
+            "environment": _read(model / ENVIRONMENT_FILE),
+        }
+        # If the report neither shows nor compares losses, those of all examples would only take space.
+        compared = any(entry.get("metric") == "loss" for entry in self.sweep.get("compare", []))
+        with_losses = compared or "losses" in self.sweep.get("report", [])
+        if (model / RESOLUTIONS_FILE).is_file():
+            return [{**shared, **evaluated} for evaluated in _read_sizes(model, shared["run"], with_losses)]
+        places = [_model_folder(self._folder(condition)) for condition in self.conditions]
+        if not all((place / METRICS_FILE).is_file() for place in places):
+            return []
+        results = []
+        for condition, place in zip(self.conditions, places, strict=True):
+            evaluated = {"metrics": _read(place / METRICS_FILE), **_read_examples(place, with_losses)}
+            further = _split_lengths(condition, evaluated["metrics"], place)
+            results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
+        return results
 
-def read_run(
-    sweep: dict[str, Any],
-    name: str,
-    settings: dict[str, Any],
-    conditions: list[dict[str, Any]],
-    passed: list[str],
-    output_dir: Path,
-) -> list[dict[str, Any]]:
-    """The results of one run, one per condition; none before it has finished, or if the folder is another run's."""
-    folder = _run_folder(output_dir, settings)
-    flags = remove_private(build_flags(sweep, settings, passed, output_dir))
-    if _read(folder / FLAGS_FILE).get("flags") != flags:
-        return []
-    model = _model_folder(folder)
-    shared = {
-        "sweep": name,
-        "script": sweep["script"],
-        "settings": settings,
-        "flags": flags,
-        "run": _read(model / CONFIG_FILE),
-        "train_metrics": _read(model / "train_results.json"),
-        "history": _history(model),
-        "environment": _read(model / ENVIRONMENT_FILE),
-    }
-    if (model / RESOLUTIONS_FILE).is_file():
-        return [{**shared, **evaluated} for evaluated in _read_sizes(model, shared["run"], _reports_losses(sweep))]
-    places = [_condition_folder(folder, condition) for condition in conditions]
-    if not all((_model_folder(place) / METRICS_FILE).is_file() for place in places):
-        return []
-    results = []
-    for condition, place in zip(conditions, places, strict=True):
-        evaluated = {"metrics": _read(place / METRICS_FILE), **_read_examples(place, _reports_losses(sweep))}
-        further = _split_lengths(condition, evaluated["metrics"], place)
-        results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
-    return results
-
-
-def pick_stored(
-    lines: list[dict[str, Any]],
-    sweep: dict[str, Any],
-    settings: dict[str, Any],
-    conditions: list[dict[str, Any]],
-    passed: list[str],
-    output_dir: Path,
-) -> list[dict[str, Any]]:
-    """The results of one run among stored `lines`, also at further lengths; none unless all conditions are there."""
-    flags = remove_private(build_flags(sweep, settings, passed, output_dir))
-    found = [line for line in lines if line["flags"] == flags]
-    measured = [line["condition"] for line in found]
-    return found if all(condition in measured for condition in conditions) else []
-
-
-def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str], output_dir: Path) -> list[str]:
-    """Flags of one run, which starts from a model of the sweep before, if any, in its folder of `output_dir`."""
-    if "after" in sweep:
-        source = output_dir / sweep["after"] / settings[FROM]
-        settings = {**settings, FROM: str(source)}
-    recipe = Path(sweep["recipe"])
-    recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
-    return [str(recipe), *passed, *to_flags({**settings, "do_eval": True}, _script(sweep).ARGUMENT_CLASSES)]
-
-
-def _reports_losses(sweep: dict[str, Any]) -> bool:
-    """Whether the report shows or compares losses; else those of all examples would only take space."""
-    compared = any(entry.get("metric") == "loss" for entry in sweep.get("compare", []))
-    return compared or "losses" in sweep.get("report", [])
-
-
-def _script(sweep: dict[str, Any]) -> ModuleType:
-    return importlib.import_module(f"training.{sweep['script']}")
+    def pick_stored(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Its results among stored `lines`, also at further lengths; none unless all conditions are there."""
+        flags = remove_private(self.flags)
+        found = [line for line in lines if line["flags"] == flags]
+        measured = [line["condition"] for line in found]
+        return found if all(condition in measured for condition in self.conditions) else []
 
 
 def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
     """Further flags that start or resume a run; `None` if it is finished. Stores `flags` in its folder."""
-    described = remove_private(flags)
-    file = folder / FLAGS_FILE
-    is_ours = file.is_file()
-    if is_ours and _read(file)["flags"] != described:
+    described, stored = remove_private(flags), _read(folder / FLAGS_FILE).get("flags")
+    if stored not in (None, described):
         raise InputError(
-            f"{folder.name} contains a run with other flags, {' '.join(_read(file)['flags'])}; accepted: the same, or "
-            "another --output_dir."
+            f"{folder.name} contains a run with other flags, {' '.join(stored)}; accepted: the same, or another "
+            "--output_dir."
         )
     model = _model_folder(folder)
     finished = any((model / name).is_file() for name in (METRICS_FILE, RESOLUTIONS_FILE))
@@ -264,15 +261,7 @@ def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
     if interrupted:
         return ["--resume_from_checkpoint", "last"]
     # A run that ended before its first checkpoint has records but cannot be resumed.
-    return ["--overwrite_output_dir"] if is_ours else []
-
-
-def _run_folder(output_dir: Path, settings: dict[str, Any]) -> Path:
-    return output_dir / (slug(settings) or "recipe")
-
-
-def _condition_folder(folder: Path, condition: dict[str, Any]) -> Path:
-    return folder / "conditions" / slug(condition) if condition else folder
+    return ["--overwrite_output_dir"] if stored else []
 
 
 def _model_folder(folder: Path) -> Path:
