@@ -17,28 +17,12 @@ from training.common.records import write_text
 
 
 # Sweep, settings and condition; flags of the training and the resolved run; metrics of training and of this evaluation;
-# accuracies by epoch; correctly classified examples, as bits in base64; versions and hardware; arguments of
-# evaluate_sweep.py; cross entropies of the examples, or means of the tokens of each sample or document, with the number
-# of these tokens and of the correct ones. Older lines lack the last four.
-RESULT_KEYS = (
-    "sweep",
-    "script",
-    "settings",
-    "condition",
-    "flags",
-    "run",
-    "train_metrics",
-    "metrics",
-    "history",
-    "examples",
-    "correct",
-    "environment",
-    "command",
-    "losses",
-    "sizes",
-    "right",
-)
+# accuracies by epoch; correctly classified examples, as bits in base64; versions and hardware.
+REQUIRED_KEYS = "sweep script settings condition flags run train_metrics metrics history examples correct environment"
+# Arguments of evaluate_sweep.py; cross entropies of the examples, or means of the tokens of each sample or document,
+# with the number of these tokens and of the correct ones. Older lines lack them.
 OPTIONAL_KEYS = ("command", "losses", "sizes", "right")
+RESULT_KEYS = (*REQUIRED_KEYS.split(), *OPTIONAL_KEYS)
 # Written completely if they change, because the names of their entries differ between lines.
 NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
 

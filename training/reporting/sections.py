@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -278,17 +279,9 @@ def _first(values: dict[str, float], form: str = "{:.1%}", lowest: bool = False)
     return f"{row} ({form.format(values[row])})"
 
 
-def _losses(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
-    """Cross entropies, as in LieRE's Table 9."""
-    return _further_metric(table, papers, "eval_loss", "Lowest loss: {}.", "loss")
-
-
-def _balanced(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
-    said = "Highest balanced accuracy (0.5 for a constant answer): {}."
-    return _further_metric(table, papers, "eval_balanced_accuracy", said, "balanced accuracy")
-
-
-def _further_metric(table: Table, papers: dict[str, Any], metric: str, said: str, title: str) -> Part | None:
+def _further_metric(
+    metric: str, title: str, said: str, table: Table, papers: dict[str, Any], chance: float | None
+) -> Part | None:
     header, rows, means = ["", title, *(["paper"] if papers else [])], [], {}
     for row, cells in table.items():
         cell = Cell(next(iter(cells.values())).results, metric)
@@ -297,7 +290,7 @@ def _further_metric(table: Table, papers: dict[str, Any], metric: str, said: str
             rows.append([row, str(cell), *([str(papers.get(row, "–"))] if papers else [])])
     if not rows:
         return None
-    return said.format(_first(means, "{:.3f}", metric == "eval_loss")), markdown(header, rows, "---:")
+    return f"{said}: {_first(means, '{:.3f}', metric == 'eval_loss')}.", markdown(header, rows, "---:")
 
 
 def _precisions(table: Table, papers: dict[str, list[float]], chance: float | None) -> Part | None:
@@ -357,7 +350,11 @@ def _epochs(table: Table, chance: float | None) -> Part | None:
 FURTHER_TABLES = {
     "epochs": lambda table, _, chance: _epochs(table, chance),
     "peak": _peaks,
-    "losses": _losses,
+    # As in LieRE's Table 9.
+    "losses": partial(_further_metric, "eval_loss", "loss", "Lowest loss"),
     "precisions": _precisions,
-    "balanced": _balanced,
+    "balanced": partial(
+        _further_metric,
+        *("eval_balanced_accuracy", "balanced accuracy", "Highest balanced accuracy (0.5 for a constant answer)"),
+    ),
 }

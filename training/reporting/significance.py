@@ -194,8 +194,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     most that level, for any dependence.
     """
     order = np.argsort(p_values, kind="stable")
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    scaled = np.arange(len(order), 0, -1) * np.array(p_values)[order]
+    corrected = np.empty(len(order))
+    corrected[order] = np.maximum.accumulate(np.minimum(1.0, scaled))
+    return corrected.tolist()
