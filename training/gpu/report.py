@@ -13,6 +13,7 @@ import transformers
 
 import hf_liere
 from hf_liere.errors import InputError
+from training.common.records import write_text
 from training.gpu.sections import DESTINATIONS, SECTIONS, Settings
 from training.reporting.markdown import markdown
 
@@ -75,11 +76,7 @@ class Report:
         parts.append(markdown(["section", "outcome", "time", "belongs in"], rows))
         for section in ordered:
             parts += [f"## {section.name}", f"<!-- {section.outcome}, {section.seconds:.0f} s -->", section.text or "–"]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # An incomplete report must not replace a complete one.
-        partial = self.path.with_name(f"{self.path.name}.part")
-        partial.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        os.replace(partial, self.path)
+        write_text(self.path, "\n\n".join(parts) + "\n")
 
 
 def remove_secrets(text: str) -> str:

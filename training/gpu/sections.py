@@ -264,15 +264,7 @@ def distributed(settings: Settings) -> Iterator[str]:
     if settings.device == "cpu" or count == 1:
         # The file is for several GPUs.
         launch = torchrun
-    flags = [
-        "training/recipes/arrows_mini.yaml",
-        "--max_steps",
-        "6",
-        "--logging_steps",
-        "2",
-        "--max_eval_samples",
-        "100",
-    ]
+    flags = "training/recipes/arrows_mini.yaml --max_steps 6 --logging_steps 2 --max_eval_samples 100".split()
     flags += ["--total_train_batch_size", str(8 * count), "--eval_strategy", "no", "--save_strategy", "no"]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch, "training/image_classification.py", *flags, "--output_dir", f"{folder}/run"]
