@@ -16,6 +16,11 @@ BLOCK_SIZES = (2, 4, 8, 16, 32, 64)
 BATCH_SIZES = (1, 8, 32)
 
 
+def phases_of(row: Row) -> tuple[str, ...]:
+    """Models with folded rotations cannot be trained."""
+    return PHASES if row.trains else ("inference",)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Models compared at one setting: a whole table, or one line of `--table growth`."""
@@ -28,6 +33,11 @@ class Case:
     @property
     def key(self) -> list:
         return [self.axis, self.value, dataclasses.asdict(self.settings), [row.name for row in self.rows]]
+
+    def additions(self, row: Row) -> dict[str, str]:
+        """Those of [`ADDITIONS`] that a row that rotates has. Compiled graphs cache no rotations."""
+        missing = "added_first" if self.settings.compile else None
+        return {name: phase for name, phase in ADDITIONS.items() if phase in phases_of(row) and name != missing}
 
 
 class Records:

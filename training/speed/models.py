@@ -116,14 +116,9 @@ class Row:
         kind, encoding, size = match[1] or "own", match[2], match[3]
         if size and encoding not in BLOCKWISE:
             raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
-        if kind in ("folded", "centred", "naive") and encoding in UNROTATED:
-            raise BenchmarkError(f"{name!r}: {encoding} has no rotations; accepted is {encoding!r}.")
-        if kind == "naive" and encoding not in WITH_PSEUDO_CODE:
-            raise BenchmarkError(f"{name!r}: its paper's pseudo-code is not implemented; accepted is {encoding!r}.")
-        if kind == "timm" and encoding not in TIMM_MODELS:
-            raise BenchmarkError(
-                f"{name!r}: timm has no such model; accepted are {', '.join(TIMM_MODELS)} after timm_."
-            )
+        taken = {"naive": WITH_PSEUDO_CODE, "timm": TIMM_MODELS}.get(kind, ENCODING_TRAITS)
+        if kind != "own" and encoding not in taken:
+            raise BenchmarkError(f"{name!r}: accepted are {encoding!r} and, after {kind}_, {', '.join(taken)}.")
         block_size = int(size) if size else None
         if block_size is None and encoding in ENCODING_TRAITS:
             block_size = ENCODING_TRAITS[encoding].block_sizes.default
@@ -309,10 +304,9 @@ def rotation_error(settings: Settings, row: Row) -> float | None:
     parameters = {name.split(".")[-1]: parameter.cpu() for name, parameter in model.rotary_parameters()}
     if row.kind == "naive":
         references = [layer.attention.naive_rotation for layer in layers]
-    elif row.encoding in WITH_PSEUDO_CODE:
-        references = [NaiveRotation(config, parameters, index) for index in range(len(layers))]
     else:
-        references = [PlainRotation(config, parameters, index) for index in range(len(layers))]
+        rotation = NaiveRotation if row.encoding in WITH_PSEUDO_CODE else PlainRotation
+        references = [rotation(config, parameters, index) for index in range(len(layers))]
     references = [copy.deepcopy(each).cpu().double().dense() for each in references]
 
     # With unit vectors as states and identical projections, query and key are columns of the rotations.

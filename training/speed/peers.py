@@ -19,15 +19,12 @@ class PeerRotation(NamedTuple):
     Attributes:
         apply: `apply(states, embedding)` rotates (B, heads, N, head_dim) states.
         embedding: What the package computes for the positions of all tokens.
+        basis: Weights are not changed.
     """
 
     apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     embedding: torch.Tensor
-
-    @property
-    def basis(self) -> None:
-        """Weights are not changed."""
-        return None
+    basis: None = None
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.apply(query, self.embedding), self.apply(key, self.embedding)
@@ -87,16 +84,13 @@ class AxialRotaryEmbedding(PeerEncoding):
 
         super().__init__(config)
         self.rope = RotaryEmbedding(config.head_dim // len(self.grid), theta=theta, learned_freq=True)
-        self.apply_rotary_emb = apply_rotary_emb
+        self.rotate = lambda states, angles: apply_rotary_emb(angles, states)
 
     def forward(self, positions, dtype: torch.dtype | None = None) -> list[PeerRotation]:
         angles = self.rope.get_axial_freqs(*self.grid).flatten(0, -2)  # (patches, head_dim)
         # Zeros do not rotate prefix tokens.
         angles = nn.functional.pad(angles, (0, 0, self.num_prefix_tokens, 0))  # (N, head_dim)
         return [PeerRotation(self.rotate, angles)] * self.num_layers
-
-    def rotate(self, states: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        return self.apply_rotary_emb(embedding, states)
 
 
 class SequenceRotaryEmbedding(PeerEncoding):

@@ -60,10 +60,9 @@ class NaiveRotation(nn.Module):
         else:
             entries = parameters["generators"][layer].unsqueeze(0)
         raw = entries.new_zeros(*entries.shape[:-1], size, size)
-        row, column = torch.tril_indices(size, size, offset=-1)
         # Stored pairs i < j are in row-major order of the upper triangle.
-        order = torch.argsort(column * size + row)
-        raw[..., row[order], column[order]] = entries
+        first, second = torch.triu_indices(size, size, offset=1)
+        raw[..., second, first] = entries
         self.raw = nn.Parameter(raw)
         self.multipliers = (
             nn.Parameter(parameters["multipliers"][:, layer].clone()) if "multipliers" in parameters else None

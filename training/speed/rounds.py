@@ -11,7 +11,7 @@ from training.speed.additions import Addition, States
 from training.speed.clocks import machine_rates
 from training.speed.intervals import estimate
 from training.speed.limits import needed_work
-from training.speed.measurements import ADDITIONS, BASELINE, PHASES, Case, Records
+from training.speed.measurements import ADDITIONS, BASELINE, PHASES, Case, Records, phases_of
 from training.speed.models import Row, rotation_error
 from training.speed.runner import Runner
 
@@ -41,13 +41,10 @@ class Plan:
 
     def quantities(self, case: Case, row: Row) -> dict[str, tuple[str, int]]:
         """The timed quantities of a row, each with its phase and number of rounds."""
-        timed = {phase: (phase, self.whole_rounds) for phase in PHASES}
+        timed = {phase: (phase, self.whole_rounds) for phase in phases_of(row)}
         if row.rotates:
-            timed |= {quantity: (phase, self.added_rounds) for quantity, phase in ADDITIONS.items()}
-        if case.settings.compile:
-            # Compiled graphs cache no rotations.
-            timed.pop("added_first", None)
-        return {name: work for name, work in timed.items() if work[1] and (row.trains or work[0] != "training")}
+            timed |= {quantity: (phase, self.added_rounds) for quantity, phase in case.additions(row).items()}
+        return {name: work for name, work in timed.items() if work[1]}
 
 
 class CaseRounds:

@@ -6,7 +6,7 @@ import statistics
 from training.reporting.markdown import markdown
 from training.speed.intervals import FEWEST_VALUES, Estimate, estimate
 from training.speed.limits import Work
-from training.speed.measurements import ADDITIONS, BASELINE, PHASES, Case, Records
+from training.speed.measurements import BASELINE, PHASES, Case, Records, phases_of
 from training.speed.models import Row
 
 
@@ -49,7 +49,7 @@ def encodings_table(records: Records, case: Case, clock: str) -> str:
     for row in case.rows:
         cells = [row.name]
         for phase in PHASES:
-            if phase == "training" and not row.trains:
+            if phase not in phases_of(row):
                 cells += ["–"] * 2
                 continue
             batches = case.settings.micro_batches if phase == "training" else 1
@@ -100,18 +100,11 @@ def format_share(found: Estimate | None) -> str:
     return f"{100 * found.median:.1f}% ({format_interval(found.low, found.high)})"
 
 
-def list_additions(row: Row, case: Case) -> list[str]:
-    """The additions of a row that exist."""
-    names = [name for name, phase in ADDITIONS.items() if row.trains or phase == "inference"]
-    return [name for name in names if name != "added_first" or not case.settings.compile]
-
-
 def shares_table(records: Records, case: Case, clock: str) -> str:
     """One line per encoding: what it adds to inference and to training."""
-    names = [name for name in ADDITIONS if name != "added_first" or not case.settings.compile]
-    rows = []
+    names, rows = case.additions(Row.parse(BASELINE)), []
     for row in (row for row in case.rows if row.rotates):
-        own = list_additions(row, case)
+        own = case.additions(row)
         cells = (format_share(share(records, case, row, name, clock)) if name in own else "–" for name in names)
         rows.append([row.name, *cells])
     return markdown(["added to absolute", *(TITLES[name] for name in names)], rows)
@@ -123,37 +116,27 @@ def limits_table(records: Records, case: Case, clock: str) -> str:
     models. The lines of `absolute` show the noise of whole models.
     """
     header = ["encoding", "phase", "added share", "limit", "times the limit", "whole models"]
-    rows = [
-        [
-            BASELINE,
-            TITLES[f"added_{phase}"],
-            "–",
-            "–",
-            "–",
-            format_whole(records, case, Row.parse(BASELINE), phase, clock),
-        ]
-        for phase in PHASES
-    ]
+    rows = []
+    for phase in PHASES:
+        whole = format_whole(records, case, Row.parse(BASELINE), phase, clock)
+        rows.append([BASELINE, TITLES[f"added_{phase}"], "–", "–", "–", whole])
     for row in (row for row in case.rows if row.rotates):
-        for name in list_additions(row, case):
+        for name, phase in case.additions(row).items():
             found, limit = share(records, case, row, name, clock), limit_share(records, case, row, name, clock)
             cells = [row.name, TITLES[name], format_share(found)]
             missing = "–" if row.kind == "peer" else "not measured"
             cells.append(missing if limit is None else f"{100 * limit:.2f}%")
             is_known = limit and found and found.is_resolved
             cells.append(f"{found.median / limit:.1f}" if is_known else "–")
-            has_whole = name != "added_first"
-            cells.append(format_whole(records, case, row, ADDITIONS[name], clock) if has_whole else "–")
+            cells.append("–" if name == "added_first" else format_whole(records, case, row, phase, clock))
             rows.append(cells)
     return markdown(header, rows)
 
 
 def limit_share(records: Records, case: Case, row: Row, quantity: str, clock: str) -> float | None:
     """The time of the needed work at the machine's rates, relative to a step of `absolute`."""
-    rates, work = (
-        records.value(case, Row.parse(BASELINE), "rates"),
-        records.find(case, "work", row=row.name, of=quantity),
-    )
+    rates = records.value(case, Row.parse(BASELINE), "rates")
+    work = records.find(case, "work", row=row.name, of=quantity)
     baseline = [line["baseline"][clock] for line in records.steps(case, row, quantity).values()]
     if rates is None or not work or not baseline:
         return None
@@ -173,8 +156,9 @@ def contradictions(records: Records, case: Case, clock: str) -> list[str]:
     """Cases in which the intervals of whole models and of the added share do not overlap."""
     found = []
     for row in (row for row in case.rows if row.rotates):
-        for name in (name for name in list_additions(row, case) if name != "added_first"):
-            whole = records.ratios(case, row, ADDITIONS[name], clock)
+        for phase in phases_of(row):
+            name = f"added_{phase}"
+            whole = records.ratios(case, row, phase, clock)
             added = share(records, case, row, name, clock)
             if not whole or added is None or math.isinf(estimate(whole).width + added.width):
                 continue
@@ -217,8 +201,7 @@ def growth_table(records: Records, cases: list[Case], clock: str) -> str:
     for case in cases:
         cells = {}
         for row in (row for row in case.rows if row.rotates):
-            phases = [name for name in list_additions(row, case) if name != "added_first"]
-            parts = [format_share(share(records, case, row, name, clock)) for name in phases]
+            parts = [format_share(share(records, case, row, f"added_{phase}", clock)) for phase in phases_of(row)]
             cells[column(case, row)] = " / ".join(parts + [memory_over_baseline(records, case, row)] * row.trains)
         rates = (format_rate(case, baseline_seconds(records, case, phase)) for phase in PHASES)
         rows.append([case.axis, case.value, ", ".join(rates), *(cells.get(name, "–") for name in names)])
