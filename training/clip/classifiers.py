@@ -1,4 +1,4 @@
-"""Pretrained vision towers as image classifiers: their heads, and which parameters are trained."""
+"""Pretrained vision towers as image classifiers, and their heads."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -7,43 +7,28 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_liere import is_patched, rotary_parameters
+from hf_liere import is_patched
 from hf_liere.errors import InputError
 from hf_liere.models.patched.vision_towers import find_towers
-from training.engine.patching import LoraArguments, apply_lora, unwrap_peft
+from training.engine.patching import LoraArguments, apply_lora
+from training.engine.wrapped_models import WrappedModel
 
 
 TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")
 HEAD = "classifier."
 
 
-class Classifier(nn.Module):
-    """
-    Logits of a pretrained model for images of any size.
-
-    Not a `PreTrainedModel`, so that Trainer saves weights under their names in memory. transformers saves some families
-    under older names, which Trainer does not find when it resumes.
-    """
+class Classifier(WrappedModel):
+    """Logits of a pretrained model for images of any size."""
 
     def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.model = model
-        # Trainer reads the configuration of its model.
-        self.config = model.config
+        super().__init__(model)
         takes_size = any("interpolate_pos_encoding" in _arguments(tower.embeddings) for tower in find_towers(model))
         self.any_size = {"interpolate_pos_encoding": True} if takes_size and not is_patched(model) else {}
-
-    @property
-    def pretrained(self) -> PreTrainedModel:
-        """The transformers model, without the peft wrapper."""
-        return unwrap_peft(self.model)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
         """(B, C, height, width) → logits (B, classes)."""
         return {"logits": self.model(pixel_values=pixel_values, **self.any_size).logits}
-
-    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return rotary_parameters(self)
 
     def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of all but the modules that peft keeps beside the copies that it trains."""
@@ -54,17 +39,6 @@ class Classifier(nn.Module):
         for name, parameter in self.own_parameters():
             if HEAD in name:
                 yield name, parameter
-
-    def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that stay frozen for every `--trainable`."""
-        return iter(())
-
-    def gradient_checkpointing_enable(self, **kwargs) -> None:
-        self.model.gradient_checkpointing_enable(**kwargs)
-
-    def activation_checkpointing_enable(self, **kwargs) -> None:
-        """The name of `gradient_checkpointing_enable` in newer releases of transformers."""
-        self.model.activation_checkpointing_enable(**kwargs)
 
 
 class ZeroShotClassifier(Classifier):
@@ -134,20 +108,3 @@ def add_lora(classifier: Classifier, arguments: LoraArguments) -> None:
     (tower,) = find_towers(classifier.model)
     copied = [HEAD.rstrip(".")] if any(True for _ in classifier.head_parameters()) else None
     classifier.model = apply_lora(classifier.model, tower.attentions, arguments, copied)
-
-
-def freeze(classifier: Classifier, trainable: str) -> int:
-    """Freezes all parameters but those that `trainable` names; returns the number of trained parameters."""
-    lora = [parameter for name, parameter in classifier.named_parameters() if "lora_" in name]
-    chosen = {
-        "rotary": [],
-        "rotary+head": [parameter for _, parameter in classifier.head_parameters()],
-        "lora+rotary": lora + [parameter for _, parameter in classifier.head_parameters()],
-        "all": list(classifier.parameters()),
-    }[trainable]
-    classifier.requires_grad_(False)
-    for parameter in [*chosen, *(parameter for _, parameter in classifier.rotary_parameters())]:
-        parameter.requires_grad_(True)
-    for parameter in classifier.frozen_parameters():
-        parameter.requires_grad_(False)
-    return sum(parameter.numel() for parameter in classifier.parameters() if parameter.requires_grad)

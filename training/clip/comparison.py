@@ -24,7 +24,7 @@ from hf_liere import RotaryPatchConfig, is_patched, patch
 from hf_liere.errors import InputError
 from hf_liere.storage.loading import require_all_keys
 from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, resolve_config
-from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze
+from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.records import (
     CONFIG_FILE,
@@ -223,7 +223,7 @@ class Comparison:
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
         """Freezes what is not trained; returns the number of trained parameters."""
-        count = freeze(classifier, self.model_args.trainable)
+        count = classifier.freeze(self.model_args.trainable)
         if not count and name != "unpatched":
             raise InputError(
                 f"--trainable {self.model_args.trainable} trains no parameter with --position_encoding "

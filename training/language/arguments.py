@@ -12,9 +12,7 @@ from training.common.arguments import RunArguments, flag
 from training.data.texts import TextDataArguments, byte_tokenizer
 from training.engine.model_setup import checkpoint_config, translate_errors
 from training.engine.patching import (
-    LORA,
     UNPATCHED,
-    Adapters,
     LoraArguments,
     PatchArguments,
     build_on_meta,
@@ -128,7 +126,11 @@ def resolve_patch(
     adapters, own = find_adapters(arguments.model_name_or_path), getattr(config, "rotary_patch", None)
     if adapters is not None:
         own = adapters.rotary_patch
-        _refuse_beside_adapters(arguments, adapters, trains)
+        if trains and arguments.trainable == "all":
+            raise InputError(
+                f"--trainable all: {arguments.model_name_or_path} contains adapters for the weights of "
+                f"{adapters.base}; accepted: lora+rotary and rotary."
+            )
     refuse_other_patch(patch_args, own, trains)
     is_patched = own is not None
     defaults = vars(type(patch_args)())
@@ -144,15 +146,6 @@ def resolve_patch(
     wanted = patch_config(patch_args)
     check_patch(AutoModelForCausalLM, config, wanted)
     return wanted
-
-
-def _refuse_beside_adapters(arguments: LanguageModelArguments, adapters: Adapters, trains: bool) -> None:
-    has_lora, trainable = (adapters.folder / LORA).is_dir(), arguments.trainable
-    if trains and has_lora and trainable == "all":
-        raise InputError(
-            f"--trainable all: {arguments.model_name_or_path} contains adapters for the weights of {adapters.base}; "
-            "accepted: lora+rotary and rotary."
-        )
 
 
 def check_lengths(data_args: TextDataArguments, config: PreTrainedConfig) -> None:

@@ -1,7 +1,6 @@
 """Causal language models in a run: loading, patching, training and evaluation."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig, PreTrainedModel
 
-from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters
+from hf_liere import RotaryPatchConfig, is_patched, patch
 from hf_liere.errors import InputError
 from hf_liere.models.patched.tower_patch import patched_towers
 from hf_liere.models.probing.rope_layout import find_rope_towers
@@ -18,27 +17,12 @@ from training.data.texts import TokenBlocks, TokenStream
 from training.engine.model_setup import translate_errors
 from training.engine.patching import apply_lora, find_adapters, save_patched, unwrap_peft
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
+from training.engine.wrapped_models import WrappedModel
 from training.language.arguments import LanguageModelArguments
 
 
-class LanguageModel(nn.Module):
-    """
-    Logits of a causal language model for whole blocks.
-
-    Not a `PreTrainedModel`, so that Trainer saves all weights, including rotations and LoRA, under their names in
-    memory.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-        # Trainer reads the configuration of its model.
-        self.config = model.config
-
-    @property
-    def pretrained(self) -> PreTrainedModel:
-        """The transformers model, without the peft wrapper."""
-        return unwrap_peft(self.model)
+class LanguageModel(WrappedModel):
+    """Logits of a causal language model for whole blocks."""
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """(B, N) → logits (B, N, vocab_size)."""
@@ -61,19 +45,6 @@ class LanguageModel(nn.Module):
         first = {id(parameter): name for name, parameter in self.named_parameters()}
         every = self.named_parameters(remove_duplicate=False)
         return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
-
-    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return rotary_parameters(self)
-
-    def set_attn_implementation(self, name: str) -> None:
-        self.pretrained.set_attn_implementation(name)
-
-    def gradient_checkpointing_enable(self, **kwargs) -> None:
-        self.model.gradient_checkpointing_enable(**kwargs)
-
-    def activation_checkpointing_enable(self, **kwargs) -> None:
-        """The name of `gradient_checkpointing_enable` in newer releases of transformers."""
-        self.model.activation_checkpointing_enable(**kwargs)
 
 
 def build_model(
@@ -112,8 +83,8 @@ def build_model(
     except ValueError as error:
         raise InputError(str(error)) from error
     language_model = LanguageModel(model)
-    if trains:
-        _freeze(language_model, arguments.trainable)
+    if trains and not language_model.freeze(arguments.trainable):
+        raise InputError(f"--trainable {arguments.trainable} trains no parameter; accepted: all.")
     return language_model
 
 
@@ -127,18 +98,6 @@ def _attentions(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
         for name in tower.rotary_patch.attention_names
     ]
     return [(name, model.get_submodule(name)) for name in names]
-
-
-def _freeze(model: LanguageModel, trainable: str) -> None:
-    if trainable == "all":
-        return
-    model.requires_grad_(False)
-    lora = [value for name, value in model.named_parameters() if "lora_" in name and trainable == "lora+rotary"]
-    learning = [*lora, *(value for _, value in model.rotary_parameters())]
-    for parameter in learning:
-        parameter.requires_grad_(True)
-    if not learning:
-        raise InputError(f"--trainable {trainable} trains no parameter; accepted: all.")
 
 
 class LanguageMetrics(ClassificationMetrics):
