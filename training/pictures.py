@@ -319,15 +319,10 @@ def draw_costs() -> dict[str, str]:
     return draw(paint, 8.0, 3.4)
 
 
-def diffusion_losses() -> tuple[list[float], dict[str, list[float]]]:
-    """Noise levels, and the loss at each by the frequencies of the model, those of training first."""
-    measured = json.loads((RESULTS / "scenes" / "diffusion.json").read_text(encoding="utf-8"))
-    return measured["noise_levels"], measured["losses"]
-
-
 def draw_diffusion() -> dict[str, str]:
-    levels, losses = diffusion_losses()
-    (_, before), *others = losses.items()
+    measured = json.loads((RESULTS / "scenes" / "diffusion.json").read_text(encoding="utf-8"))
+    # The losses at each level by the frequencies of the model, those of training first.
+    levels, ((_, before), *others) = measured["noise_levels"], measured["losses"].items()
 
     def paint(figure, theme: dict) -> None:
         axis = figure.subplots()
