@@ -238,7 +238,7 @@ def png(image):
         ("picture.exe", png(picture_of()), "ends in '.exe'"),
         ("picture", png(picture_of()), "ends in ''"),
         ("tiff.png", b"II*\0" + bytes(200), "not a .* picture, or damaged"),
-        ("deep.png", png(Image.new("I;16", (8, 8))), "pixels are of mode I;16; accepted are 8 bits"),
+        ("deep.png", png(Image.new("I;16", (8, 8))), "cannot be used: mode I;16; accepted are 8-bit images"),
         ("long.png", b"\x89PNG" + bytes(10 * 2**20), "it has 10.0 MB; accepted are files up to 10 MB"),
         # A few kilobytes that would take a hundred megabytes, and gigabytes that PIL itself refuses.
         ("wide.png", png(Image.new("1", (8000, 5000))), "8000 × 5000 pixels; accepted are up to 32 megapixels"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from PIL import Image
 
 from hf_liere.errors import InputError
-from hf_liere.reading.pictures import EIGHT_BIT_MODES, GROUND, develop
+from hf_liere.reading.pictures import GROUND, develop
 from training.data.arrows import LABELS, Arrows
 
 
@@ -60,8 +60,6 @@ def _decode(image: Image.Image) -> tuple[Image.Image, list[str]]:
         raise InputError(
             f"it has {image.width} × {image.height} pixels; accepted are up to {MAX_MEGAPIXELS} megapixels."
         )
-    if image.mode not in EIGHT_BIT_MODES:
-        raise InputError(f"its pixels are of mode {image.mode}; accepted are 8 bits per channel.")
     notes = []
     if getattr(image, "is_animated", False):
         notes.append(f"the first of {image.n_frames} frames")
