@@ -84,7 +84,6 @@ class Comparison:
     def __post_init__(self):
         self.config = resolve_config(self.model_args)
         self.patches = self._resolve_patches()
-        self._check_patches()
         self.image_size = resolve_image_size(self.model_args, self.config)
         sizes = self.model_args.eval_image_sizes or []
         self.eval_sizes = [
@@ -114,7 +113,7 @@ class Comparison:
         )
 
     def _resolve_patches(self) -> dict[str, RotaryPatchConfig | None]:
-        """The patch for each subfolder of the results; the empty name is the folder itself."""
+        """The patch for each subfolder of the results, which the model takes; the empty name is the folder itself."""
         own = getattr(self.config, "rotary_patch", None)
         refuse_other_patch(self.patch_args, own, self.args.do_train)
         if not self.args.do_train:
@@ -124,14 +123,11 @@ class Comparison:
         if self.patch_args.position_encoding == UNPATCHED:
             return {"unpatched": None}
         baseline = {"unpatched": None} if self.model_args.baseline else {}
-        return {"patched": patch_config(self.patch_args), **baseline}
-
-    def _check_patches(self) -> None:
-        """Refuses patches that the model does not take, before data are loaded or a folder is written."""
         is_zero_shot = self.model_args.head == "zero_shot"
         auto_class = _zero_shot_class(self.config) if is_zero_shot else AutoModelForImageClassification
-        for wanted in filter(None, self.patches.values()):
-            check_patch(auto_class, self.config, wanted)
+        wanted = patch_config(self.patch_args)
+        check_patch(auto_class, self.config, wanted)
+        return {"patched": wanted, **baseline}
 
     def arguments_of(self, name: str) -> FineTuningTrainingArguments:
         arguments = copy.copy(self.args)
