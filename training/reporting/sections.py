@@ -61,7 +61,7 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     if paper and _is_mini(results[0]):
         lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
     lines.append(_results_table(table, conditions, figures, shown))
-    if missing := _missing_models(results, table, common):
+    if missing := _missing_models(sweep, table, common) if sweep else []:
         lines.append(f"Not measured yet: {'; '.join(missing)}.")
     further = [_drops(table, conditions, figures), tests_table(found, table)]
     if found.solved_at is not None:
@@ -87,11 +87,8 @@ def _sweep(results: list[dict[str, Any]]) -> dict[str, Any]:
     return read_sweep(file, _is_mini(results[0])) if file.is_file() else {}
 
 
-def _missing_models(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
+def _missing_models(sweep: dict[str, Any], table: Table, common: list[str]) -> list[str]:
     """Models of the sweep's file without results or with results of other settings, and missing seeds."""
-    sweep = _sweep(results)
-    if not sweep:
-        return []
     wanted: dict[str, set] = {}
     changed: dict[str, list[str]] = {}
     trained = combinations(sweep["train"])
