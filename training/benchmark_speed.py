@@ -70,21 +70,22 @@ from training.speed.tables import (
 ENCODING_ROWS = "absolute none axial_rope golden_gate_rope rope_mixed comrope_ap8 comrope_ld8".split()
 ENCODING_ROWS += "cayley_string circulant_string spherical_rope liere_product liere8 liere64".split()
 ENCODING_ROWS += "centred_liere8 centred_liere64".split()
-# naive_liere64 is measured only where --rows names it: a step takes minutes.
-REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
-TIMM_ROWS = "timm_absolute timm_rope_mixed".split()
-GROWTH_ROWS = "absolute rope_mixed comrope_ld8 liere8 liere64".split()
+# The models of every table. naive_liere64 is measured only where --rows names it: a step takes minutes.
+ROWS = {
+    "encodings": [*ENCODING_ROWS, *"naive_liere8 naive_comrope_ld8 timm_absolute timm_rope_mixed".split()],
+    # ComRoPE, Table 9.
+    "epochs": "axial_rope liere8 comrope_ld4 comrope_ap4 comrope_ld8 comrope_ap8".split(),
+    "added": [*ENCODING_ROWS, *PEERS],
+    "growth": "absolute rope_mixed comrope_ld8 liere8 liere64".split(),
+}
 GROWTH_AXES = ("batch_size", "resolution", "depth", "block_size", "frames")
-# ComRoPE, Table 9.
-EPOCH_ROWS = "axial_rope liere8 comrope_ld4 comrope_ap4 comrope_ld8 comrope_ap8".split()
-TABLES = ("encodings", "epochs", "added", "growth")
 # These compare whole models.
 WHOLE_TABLES = ("encodings", "epochs")
 
 
 def parse_arguments(arguments: list[str] | None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=TABLES, default="encodings")
+    parser.add_argument("--table", choices=ROWS, default="encodings")
     parser.add_argument("--rows", nargs="+", metavar="MODEL", help="models, such as liere64 naive_liere8 (all)")
     parser.add_argument("--axes", nargs="+", choices=GROWTH_AXES, default=GROWTH_AXES, help="what grows (everything)")
     parser.add_argument("--folded", action="store_true", help="also models with folded rotations, at inference")
@@ -125,16 +126,12 @@ def parse_arguments(arguments: list[str] | None):
 def read_rows(options) -> list[Row]:
     names = options.rows
     if names is None:
-        names = {"encodings": [*ENCODING_ROWS, *REFERENCE_ROWS], "added": ENCODING_ROWS, "growth": GROWTH_ROWS}
-        names = (names | {"epochs": EPOCH_ROWS})[options.table]
-        if options.num_frames is None:
-            others = {"encodings": TIMM_ROWS, "added": PEERS}.get(options.table, ())
-            names = [*names, *(name for name in others if Row.parse(name).is_installed)]
-        if options.table == "added":
-            names = [name for name in names if Row.parse(name).rotates]
+        rows = [row for row in map(Row.parse, ROWS[options.table]) if row.rotates or options.table != "added"]
+        names = [row.name for row in rows if row.is_installed]
         if options.num_frames is not None:
             # A head of 64 channels cannot be divided among three axes.
-            names = [name for name in names if name not in ("comrope_ap8", "spherical_rope")]
+            left_out = ("comrope_ap8", "spherical_rope")
+            names = [row.name for row in rows if row.package is None and row.name not in left_out]
     if options.folded:
         names = [*names, *(f"folded_{row.name}" for row in map(Row.parse, names) if row.kind == "own" and row.learns)]
     rows = [Row.parse(name) for name in dict.fromkeys([BASELINE, *names])]
