@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkout import ROOT
@@ -190,6 +192,11 @@ def test_training_commands_run(page, reader, tmp_path):
     write_parquet(reader / "TRAIN.parquet", 64)
     write_parquet(reader / "TEST.parquet", 12, seed=1)
     write_images_folder(reader / "IMAGES", {"train": 8, "validation": 4})
+    for split, kind in itertools.product(("train", "validation"), "ab"):
+        (folder := reader / "VOLUMES" / split / kind).mkdir(parents=True)
+        for index in range(4):
+            volume = np.random.default_rng(index).integers(0, 256, (8, 32, 32), np.uint8)
+            np.savez(folder / f"{index}.npz", volume=volume, spacing=[4.0, 1.0, 1.0])
     for program, script, *arguments in commands(page):
         if program == "python" and "--dataset_name" not in arguments:
             steps = [] if "--do_eval" in arguments else ["--max_steps", "1"]
