@@ -245,6 +245,8 @@ def help_texts():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_training_scripts_print_their_help(help_texts, script):
+    if "diffusion" in script:
+        pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
     status, text = help_texts[script]
     assert status == 0 and text.startswith("usage: "), text
 

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 
 # Of the mixin, whose classes have another base as well.
@@ -55,6 +55,8 @@ class SavesItsCode(SavedBase):
     settings_file = "config.json"
     # Set by the package, see `bundles.make_code`. The code of a checkpoint saves itself.
     make_code: Callable[..., str] | None = None
+    # The code of a checkpoint may lack the encoding of a configuration without arguments; the package does not.
+    has_no_defaults_at_init: ClassVar[bool] = True
 
     def parts(self) -> list:
         """

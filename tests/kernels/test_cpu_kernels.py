@@ -150,7 +150,7 @@ def test_mirrored_rays(every_library, grid, size):
         rotations = rotations_of(positions, skew(learned, size))
         return rotations, *torch.autograd.grad((rotations * weight.to(dtype)).sum(), learned)
 
-    found = step(lambda *given: block_rotations(*given, rays=placed.facts.rays), torch.float32)
+    found = step(lambda *given: block_rotations(*given, rays=placed.facts.rays()), torch.float32)
     for ours, exact in zip(found, step(exact_rotations, torch.float64), strict=True):
         # As in the test above.
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=4e-6 * exact.abs().max().item())

@@ -94,7 +94,9 @@ def run_script_twice(script: Path, *flags: str) -> subprocess.CompletedProcess:
     process = run_two_processes(SUPPORT / "watched_script.py", script.stem, *flags)
     if sys.platform.startswith("linux"):
         ends = re.findall(r"threads of Gloo: (\d+), then (\d+)", process.stdout)
-        assert len(ends) == 2 and all(int(before) > 0 and int(after) == 0 for before, after in ends), ends
+        assert len(ends) == 2 and all(int(after) == 0 for _, after in ends), ends
+        # torch 2.9 does not name them.
+        assert all(int(before) > 0 for before, _ in ends) or torch.__version__ < (2, 10), ends
     return process
 
 

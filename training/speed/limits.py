@@ -143,7 +143,7 @@ def block_work(encoding: RotaryEncoding, positions: TokenPositions, learned: boo
     coordinates = placed.double().cpu()
     tokens, size = coordinates.shape[-2], encoding.block_size
     first, powers = coordinates.any(-1).nonzero().squeeze(-1), 0
-    if isinstance(positions, GridPositions) and (rays := positions.facts.rays):
+    if isinstance(positions, GridPositions) and (rays := positions.facts.rays()):
         indices, step, _ = rays.tokens()
         first, lengths = indices[:, 0], (indices >= 0).sum(1)
         # Where multiples are 1, 3, 5, …, a ray with several tokens also needs R(p)².

@@ -67,7 +67,7 @@ class LieRE(RotaryEncoding):
         """
         placed = positions.locate()
         facts = positions.facts if isinstance(positions, GridPositions) else None
-        rays = None if facts is None else facts.rays
+        rays = None if facts is None else facts.rays()
         entries = self.entries(placed.coordinates.device)  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
         num_layers = entries[:, layers].shape[1]
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()

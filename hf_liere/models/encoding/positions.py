@@ -144,7 +144,6 @@ class GridFacts(NamedTuple):
         patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
         return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)  # (P + N, A)
 
-    @property
     def rays(self) -> Rays | None:
         """Rays from the origin, if prefix tokens sit there and the first patch or the middle of the grid does."""
         if self.convention not in PROPORTIONAL or (self.prefix_coordinate != 0 and self.num_prefix_tokens):

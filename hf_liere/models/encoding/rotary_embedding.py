@@ -10,7 +10,7 @@ from torch import nn
 
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
-from ..rotation.rotation import TokenRotation
+from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
 from .encoding_traits import ENCODING_TRAITS, check_encoding, generators_commute
 from .folding import EncodingConfig, build_encoding
 from .placement import check_coordinates
@@ -368,7 +368,7 @@ class LieRotaryEmbedding(nn.Module):
         rotation = None
         if isinstance(positions, (list, tuple)) and len(positions) == self.num_layers:
             rotation = positions[layer]
-        if isinstance(rotation, TokenRotation):
+        if isinstance(rotation, (PlaneRotation, BlockRotation)):
             samples, tokens = rotation.num_samples(), rotation.num_tokens()
         else:
             positions, rotation = self._check_positions(positions), None

@@ -18,7 +18,7 @@ def test_half_types_get_rotations_that_are_exact_for_them(states, block_size, ti
     """Around LieRE's initial norms, errors are less than a tenth of what rounding causes."""
     placed = TokenPositions.from_grid((14, 14), (14, 14), coordinates)
     generators = skew(2 * torch.pi * times * torch.rand(2, 1, 2, block_size * (block_size - 1) // 2), block_size)
-    rays = placed.facts.rays
+    rays = placed.facts.rays()
     exact = block_rotations(placed.coordinates, generators.double(), torch.float64, rays)
     found = [block_rotations(placed.coordinates, generators, torch.float32, rays, states)]
     with plain_operations():

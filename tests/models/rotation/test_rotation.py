@@ -151,7 +151,7 @@ def test_rays_are_the_multiples_of_a_grid(grid):
 def test_rays_of_a_centred_grid_are_mirrored(grid):
     """All tokens but those at the origin are on one ray, or at the negative position of one that is."""
     positions = TokenPositions.from_grid(grid, grid, "centred_grid", 2)
-    (rays, step, mirror), coordinates = positions.facts.rays.tokens(), positions.coordinates
+    (rays, step, mirror), coordinates = positions.facts.rays().tokens(), positions.coordinates
     seen = rays[rays >= 0]
     assert torch.equal(coordinates[mirror - seen], -coordinates[seen])
     seen = torch.cat([seen, mirror - seen])
@@ -172,12 +172,12 @@ def test_rays_of_a_centred_grid_are_mirrored(grid):
     ],
 )
 def test_number_of_exponentials(grid, coordinates, rays):
-    assert len(TokenPositions.from_grid(grid, grid, coordinates).facts.rays.tokens().indices) == rays
+    assert len(TokenPositions.from_grid(grid, grid, coordinates).facts.rays().tokens().indices) == rays
 
 
 def test_a_grid_with_prefix_tokens_elsewhere_has_no_rays():
-    assert TokenPositions.from_grid((3, 4), (3, 4), "centred_grid", 1, 0.5).facts.rays is None
-    assert TokenPositions.from_grid((3, 4), (3, 4), "unit").facts.rays is None
+    assert TokenPositions.from_grid((3, 4), (3, 4), "centred_grid", 1, 0.5).facts.rays() is None
+    assert TokenPositions.from_grid((3, 4), (3, 4), "unit").facts.rays() is None
 
 
 @pytest.mark.parametrize("grid", [(6, 9), (5, 7), (4, 6), (1, 6), (1, 1), (2, 3, 4)])
@@ -189,7 +189,7 @@ def test_rotations_and_gradients_on_a_centred_grid(grid, size):
     entries = (torch.rand(len(grid), 2, 2, size * (size - 1) // 2, dtype=torch.float64) * 6).requires_grad_()
     weight = torch.randn(2, 2, len(positions), size, size, dtype=torch.float64)
     exact = reference.exponential(torch.einsum("pa,aglij->glpij", positions, skew(entries, size)))
-    rotations = block_rotations(positions, skew(entries, size), torch.float64, placed.facts.rays)
+    rotations = block_rotations(positions, skew(entries, size), torch.float64, placed.facts.rays())
     # Powers and squarings lose a few digits, and so does the polynomial of the derivative, with an error of 1e-13.
     torch.testing.assert_close(rotations, exact, rtol=0, atol=1e-11)
     found, expected = (torch.autograd.grad((x * weight).sum(), entries)[0] for x in (rotations, exact))
@@ -200,7 +200,7 @@ def test_rotations_and_gradients_on_a_centred_grid(grid, size):
 @pytest.mark.parametrize("size, scale", [(3, 1.0), (8, 2 * math.pi), (16, 30.0)])
 def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
     placed = TokenPositions.from_grid((6, 9), (4, 4), coordinates, 1)
-    rays, positions = placed.facts.rays, placed.coordinates
+    rays, positions = placed.facts.rays(), placed.coordinates
     entries = (torch.rand(2, 3, 2, size * (size - 1) // 2, dtype=torch.float64) * scale).requires_grad_()
     weight = torch.randn(3, 2, len(positions), size, size, dtype=torch.float64)
     results = []
@@ -228,7 +228,7 @@ def test_float32_gradients_of_dense_rotations(seed, size, scale, grid):
     entries = torch.rand(2, 2, size * (size - 1) // 2, generator=generator) * scale
     weight = torch.randn(2, len(positions), size, size, generator=generator)
     ours, exact = entries.clone().requires_grad_(), entries.double().requires_grad_()
-    (block_rotations(positions, skew(ours, size), rays=placed.facts.rays) * weight).sum().backward()
+    (block_rotations(positions, skew(ours, size), rays=placed.facts.rays()) * weight).sum().backward()
     rotations = reference.exponential(torch.einsum("pa,akij->kpij", positions, skew(exact, size)))
     (rotations * weight).sum().backward()
     # The derivative is computed in float32, a few dozen products and sums over the tokens.
