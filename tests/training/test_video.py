@@ -626,7 +626,7 @@ def test_volumes_of_an_npz_have_spacings(tmp_path):
 def test_what_has_no_spacing_is_refused_with_its_name(scans, tmp_path):
     others = tmp_path / "others"
     shutil.copytree(scans, others)
-    np.save(next(others.rglob("*.nii*")).with_name("bare.npy"), np.zeros((4, 16, 16), dtype=np.uint8))
+    np.save(next((others / "train").rglob("*.nii*")).with_name("bare.npy"), np.zeros((4, 16, 16), dtype=np.uint8))
     with pytest.raises(InputError, match="--coordinates physical: bare.npy: has no voxel spacing"):
         run(tmp_path / "run", "--video_folder", others, *PHYSICAL, "--do_train", "--max_steps", 1)
     with pytest.raises(InputError, match="mix volumes of different spacing"):
