@@ -55,7 +55,7 @@ class SavesItsCode(SavedBase):
     settings_file = "config.json"
     # Set by the package, see `bundles.make_code`. The code of a checkpoint saves itself.
     make_code: Callable[..., str] | None = None
-    # The code of a checkpoint may lack the encoding of a configuration without arguments; the package does not.
+    # The code of a checkpoint may lack the encoding of a configuration without arguments. Deleted by the package.
     has_no_defaults_at_init: ClassVar[bool] = True
 
     def parts(self) -> list:
