@@ -123,7 +123,8 @@ def read_references(settings: Path) -> list[str]:
         values = [content.get("auto_map"), content.get("custom_pipelines")]
     except (AttributeError, OSError, RecursionError, ValueError):
         return []
-    for value in values:  # Also those that it adds.
+    # The loop also visits what it appends.
+    for value in values:
         values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [value for value in values if isinstance(value, str)]
 

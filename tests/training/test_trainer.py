@@ -100,7 +100,10 @@ def test_the_implementation_of_attention_is_the_flags(parquet, tmp_path):
         train(tmp_path / "fast", *flags, "--attn_implementation", "fast")
 
 
-def tiny_trainer(tmp_path, factor=1.0, **fields):
+GENERATORS = "liere.rotary_encoding.generators"
+
+
+def tiny_trainer(tmp_path, factor=1.0, flags=None, **fields):
     config = LieREViTConfig(
         **{
             "hidden_size": 16,
@@ -113,9 +116,51 @@ def tiny_trainer(tmp_path, factor=1.0, **fields):
         | fields
     )
     arguments = RunArguments(
-        output_dir=str(tmp_path), use_cpu=True, do_train=True, weight_decay=0.1, rotary_learning_rate_factor=factor
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        do_train=True,
+        weight_decay=0.1,
+        rotary_learning_rate_factor=factor,
+        **(flags or {}),
     )
     return ClassificationTrainer(LieREViTForImageClassification(config), arguments)
+
+
+class Noise(torch.utils.data.Dataset):
+    """Eight images of noise."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, key):
+        generator = torch.Generator().manual_seed(key[1])
+        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": key[1] % 2}
+
+
+def test_a_step_that_was_interrupted_leaves_nothing_in_the_next_run(tmp_path, monkeypatch):
+    """Of the same trainer, as in a notebook: the weights are those of plain accumulation."""
+    genuine, calls = ClassificationTrainer.compute_loss, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return genuine(*args, **kwargs)
+
+    monkeypatch.setattr(ClassificationTrainer, "compute_loss", interrupted)
+    flags = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+    start, found = tiny_trainer(tmp_path, position_encoding="liere").model.state_dict(), []
+    for held in (True, False):
+        trainer = tiny_trainer(tmp_path, flags=flags | {"accumulate_rotations": held}, position_encoding="liere")
+        trainer.model.load_state_dict(start)
+        trainer.train_dataset = Noise()
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        found.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+    assert len(calls) == 3 + 4 and not torch.equal(found[0][GENERATORS], start[GENERATORS])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("encoding", LEARNED)

@@ -47,8 +47,9 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         if self.args.attn_implementation is not None:
             self._choose_attention(self.args.attn_implementation)
         self.evaluation_seconds = 0.0
-        # The open window of an optimizer step, see `accumulate_rotations`.
-        self._accumulated: accumulate_rotations | None = None
+        # The window of `accumulate_rotations` that is open, and what closes it.
+        self._window: accumulate_rotations | None = None
+        self._open_step = contextlib.ExitStack()
         # Time and step at which losses were last logged.
         self._last_log: tuple[float, int] | None = None
 
@@ -70,18 +71,24 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
             self._require_finite("gradient norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         return loss
 
+    def train(self, *args, **kwargs):
+        self._window = None
+        # An exception in the middle of a step leaves it out.
+        with self._open_step:
+            return super().train(*args, **kwargs)
+
     @contextlib.contextmanager
     def _micro_batch(self, model):
         """The window of `accumulate_rotations` stays open from the first micro-batch of a step to the last one."""
-        if self.args.accumulate_rotations and self._accumulated is None:
-            self._accumulated = accumulate_rotations(model).__enter__()
-        is_last = self.accelerator.sync_gradients
-        if is_last and self._accumulated is not None:
-            self._accumulated.last()
+        if self.args.accumulate_rotations:
+            if self._window is None:
+                self._window = self._open_step.enter_context(accumulate_rotations(model))
+            if self.accelerator.sync_gradients:
+                self._window.last()
         yield
-        if is_last and self._accumulated is not None:
-            self._accumulated.__exit__(None, None, None)
-            self._accumulated = None
+        if self.accelerator.sync_gradients:
+            self._open_step.close()
+            self._window = None
 
     def _require_finite(self, what: str, value: torch.Tensor) -> None:
         if not math.isfinite(value := value.item()):
