@@ -40,15 +40,16 @@ NAMES = {
     "num_frames": "frames n_frames clip_length",
     "tubelet_size": "t_patch_size temporal_patch_size",
 }
+# What files of configurations of any model may contain.
+COMMON = {"auto_map", "mlp_ratio", "stage_names", "torch_dtype", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
 FOREIGN_NAMES = {name: ours for ours, names in NAMES.items() for name in names.split()}
 
 
 def warn_of_names(config: Any, given: Mapping[str, Any]) -> None:
     """Warn of names that are not fields, of any configuration of transformers; [`check_names`] refuses others."""
     fields = [field.name for field in dataclasses.fields(config)]
-    common = {"auto_map", "mlp_ratio", "stage_names", "torch_dtype", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
     for name in given:
-        if name in common or name.startswith("_") or find_field(type(config), name) is not None:
+        if name in COMMON or name.startswith("_") or find_field(type(config), name) is not None:
             continue
         close = difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
         closest = f"; the closest is {close[0]!r}" if close else ""
