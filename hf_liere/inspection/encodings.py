@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .. import reference
 from ..models.encoding.commuting_encodings import FoldedPlanes
 from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
 from ..models.encoding.fixed_encodings import grid_steps
@@ -26,6 +25,7 @@ from ..models.fast.closed_forms import plane_rotations
 from ..models.rotation.bases import skew
 from ..models.rotation.exponential import block_rotations
 from ..models.rotation.rotation import PlaneRotation
+from ..plain.lie_rotary import rotations
 from .common_planes import find_common_planes, generator_matrices
 
 
@@ -394,7 +394,7 @@ def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> Encodi
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
-        rotations=reference.rotations(matrices, positions, encoding.config.relative_axis).float(),
+        rotations=rotations(matrices, positions, encoding.config.relative_axis).movedim(0, -3).float(),
         commutators=commutators(matrices),
         relativity=None if encoding.config.train_grid is None else relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference
 import torch
 from checkout import ROOT
 from pages import blocks
@@ -12,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import hf_liere
-from hf_liere import LieRotaryEmbedding, grid_positions, reference
+from hf_liere import LieRotaryEmbedding, grid_positions
 
 
 HEADS, HEAD_DIM, TOKENS = 4, 48, 33

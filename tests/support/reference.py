@@ -1,8 +1,35 @@
-"""What tests add to the reference of the package: its gradient, and loops over layers, heads and tokens."""
+"""What tests add to the plain encodings: exact exponentials with gradients, and loops over layers, heads and tokens."""
 
 import torch
 
-from hf_liere.reference import generators, rotate, rotations
+from hf_liere.plain import plain_layer
+
+
+def generators(parameters, config, num_axes, layer, head):
+    """The skew-symmetric A_a of one head, (A, head_dim, head_dim) in float64; zero for channels without a block."""
+    blocks = plain_layer(config, num_axes, parameters, layer).matrices().detach()
+    of_head = blocks[:, head % blocks.shape[1]]  # (A, blocks, b, b)
+    rest = torch.zeros(config.head_dim % of_head.shape[-1], config.head_dim % of_head.shape[-1]).double()
+    return torch.stack([torch.block_diag(*matrices, rest) for matrices in of_head])
+
+
+def rotations(matrices, positions, relative_axis=None):
+    """
+    R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n). For a product (Spherical RoPE, LieRE product),
+    exp(p_r A_r) exp(p_(r+1) A_(r+1)) … exp(p_(r−1) A_(r−1)) with the `relative_axis` r, axis 0 after the last.
+    """
+    if relative_axis is None:
+        return exponential(torch.einsum("pa,a...ij->...pij", positions.double(), matrices))
+    axes = [(relative_axis + offset) % len(matrices) for offset in range(len(matrices))]
+    first, *others = (rotations(matrices[axis : axis + 1], positions[:, axis : axis + 1]) for axis in axes)
+    for other in others:
+        first = first @ other
+    return first
+
+
+def rotate(states, matrices):
+    """R(p) q of every token (LieRE §4): (…, N, D) queries or keys by (…, N, D, D) rotations."""
+    return torch.einsum("...ij,...j->...i", matrices, states.double())
 
 
 def head_rotation(position, parameters, config, num_axes, layer, head):

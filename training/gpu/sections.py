@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import hf_liere.environment
-from hf_liere import reference
 from hf_liere.kernels import cuda
 from hf_liere.models.rotation.grouped_rotation import Rotation
+from hf_liere.plain import plain_layer
 from training.gpu.models import (
     ENCODINGS,
     CheckFailed,
@@ -102,20 +102,15 @@ def precision(settings: Settings) -> Iterator[str]:
 
 @torch.no_grad()
 def _rotation_error(model) -> float:
-    """The largest error of rotations in the first and last layer, in two heads each."""
+    """The largest error of rotations in the first and last layer."""
     config, error = model.config, 0.0
     parameters = {name.split(".")[-1]: parameter for name, parameter in model.rotary_parameters()}
     positions = model.liere.grid_positions(config.train_grid, model.device)
     rotations: list[Rotation] = list(model.liere.rotations(positions))
-    for layer, head in itertools.product((0, config.num_hidden_layers - 1), (0, config.num_attention_heads - 1)):
-        matrices = rotations[layer].matrices()
-        matrices = matrices[0, head % matrices.shape[1]].cpu().double()  # (N, blocks, b, b)
-        generators = reference.generators(parameters, config, config.num_axes, layer, head)
-        coordinates = positions.coordinates.reshape(-1, config.num_axes).cpu()
-        expected = reference.rotations(generators, coordinates)
-        for block, found in enumerate(matrices.unbind(1)):
-            channels = slice(block * found.shape[-1], (block + 1) * found.shape[-1])
-            error = max(error, (found - expected[:, channels, channels]).abs().max().item())
+    for layer in (0, config.num_hidden_layers - 1):
+        expected = plain_layer(config, config.num_axes, parameters, layer).rotations(positions.coordinates.cpu())
+        found = rotations[layer].matrices().cpu()  # (1, heads or 1, N, blocks, b, b)
+        error = max(error, (found - expected).abs().max().item())
     return error
 
 

@@ -284,7 +284,7 @@ def attach_naive_rotations(model: nn.Module, config) -> None:
 def rotation_error(settings: Settings, row: Row) -> float | None:
     """
     Largest error of an entry of R(p)ᵀR(p′), which determines attention in any basis. The reference is the papers'
-    pseudo-code or `hf_liere.reference`, in float64 with the same generators. Compares two layers, and every token p
+    pseudo-code or `hf_liere.plain`, in float64 with the same generators. Compares two layers, and every token p
     with one other token p′, for inference in the dtype of `settings`. `None` for models without rotations and timm's.
     """
     if row.encoding in UNROTATED or row.kind == "timm":

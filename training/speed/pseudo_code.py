@@ -1,10 +1,10 @@
-"""Rotations after the papers' pseudo-code and those of `hf_liere.reference`, to compare with the package's."""
+"""Rotations after the papers' pseudo-code and those of `hf_liere.plain`, to compare with the package's."""
 
 import torch
 from torch import nn
 
-from hf_liere import reference
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.plain import plain_layer
 
 
 def _positions(config) -> torch.Tensor:
@@ -16,7 +16,7 @@ def _positions(config) -> torch.Tensor:
 
 class PlainRotation(nn.Module):
     """
-    Rotations of one layer as `hf_liere.reference` computes them, in float64.
+    Rotations of one layer as `hf_liere.plain` computes them, in float64.
 
     Args:
         config, parameters, layer: As for [`NaiveRotation`].
@@ -24,13 +24,15 @@ class PlainRotation(nn.Module):
 
     def __init__(self, config, parameters: dict[str, torch.Tensor], layer: int):
         super().__init__()
-        heads, self.relative_axis = range(config.num_attention_heads), config.relative_axis
-        of_heads = [reference.generators(parameters, config, config.num_axes, layer, head) for head in heads]
-        self.generators, self.positions = torch.stack(of_heads, dim=1), _positions(config)  # (A, heads, D, D), (N, A)
+        self.plain, self.positions = plain_layer(config, config.num_axes, parameters, layer), _positions(config)
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
 
     def dense(self) -> torch.Tensor:
         """(N, heads, head_dim, head_dim)."""
-        return reference.rotations(self.generators, self.positions, self.relative_axis).transpose(0, 1)
+        columns = torch.eye(self.head_dim, dtype=torch.float64)
+        # Each column of the identity is a sample with the same states in all tokens.
+        states = columns[:, None, None].expand(-1, self.heads, len(self.positions), -1)
+        return self.plain.rotate(states, self.positions).detach().permute(2, 1, 3, 0)
 
 
 class NaiveRotation(nn.Module):

@@ -4,6 +4,7 @@ import logging
 import math
 
 import pytest
+import reference
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from scipy.spatial.transform import Rotation
@@ -18,7 +19,6 @@ from hf_liere import (
     RotaryPatchConfig,
     grid_positions,
     patch,
-    reference,
 )
 from hf_liere.models.rotation.spins import representation
 

@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import reference
 import torch
 from patching_cases import randomize, same_bits
 from patching_checks import check_cached_steps, check_unpatched, close_to_start
@@ -12,7 +13,7 @@ from rope_cases import CASES, GRIDS, blocks, build, build_patched, check_relativ
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_liere import RotaryPatchConfig, patch, reference, rotary_parameters
+from hf_liere import RotaryPatchConfig, patch, rotary_parameters
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 
 

@@ -3,10 +3,10 @@
 import math
 
 import pytest
+import reference
 import torch
 from scipy.spatial.transform import Rotation
 
-from hf_liere import reference
 from hf_liere.models.rotation.spins import representation, spin_generators
 
 

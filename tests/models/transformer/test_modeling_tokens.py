@@ -5,6 +5,7 @@ import json
 
 import encoding_cases
 import pytest
+import reference
 import torch
 from encoding_cases import COMMUTING, ENCODINGS, LEARNED, on_axes, perturb
 from fresh_process import run_code
@@ -13,7 +14,6 @@ from slow_cases import slow_except
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import hf_liere
-from hf_liere import reference
 from hf_liere.auto import load_checkpoint, model_class
 from hf_liere.cli import main
 from hf_liere.conversion.upgrades import upgrade_encoding

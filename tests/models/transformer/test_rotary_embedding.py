@@ -4,6 +4,7 @@ import copy
 
 import layer_worker
 import pytest
+import reference
 import torch
 from encoding_cases import COMMUTING, ENCODINGS, FOLDABLE, block_size, on_axes, perturb
 from fresh_process import run_two_processes
@@ -12,7 +13,7 @@ from slow_cases import slow_except
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions, reference
+from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import COORDINATES
 

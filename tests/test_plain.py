@@ -1,0 +1,101 @@
+"""Encodings in plain PyTorch: those of the layer, with the same parameters, starts and gradients."""
+
+import pytest
+import torch
+from encoding_cases import ENCODINGS, block_size, on_axes
+
+import hf_liere
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.positions import COORDINATES
+from hf_liere.plain import PLAIN_ENCODINGS, grid_positions
+
+
+def start_cases():
+    for encoding in ENCODINGS:
+        for start in ENCODING_TRAITS[encoding].rotary_inits or (None,):
+            axes, size = (3, 3) if start == "so3" else (2, 8)
+            yield encoding, start, axes, block_size(encoding, 16, 2, size)
+
+
+def both(encoding, start, axes, size, **fields):
+    """A plain layer and the package's, made from one seed, with heads of 16 channels."""
+    fields |= {"num_key_value_heads": 2} | ({} if start is None else {"rotary_init": start})
+    torch.manual_seed(0)
+    plain = PLAIN_ENCODINGS[encoding](4, 16, axes, size, **fields)
+    torch.manual_seed(0)
+    return plain, hf_liere.LieRotaryEmbedding(4, 16, axes, encoding, size, **fields)
+
+
+@pytest.mark.parametrize("encoding, start, axes, size", list(start_cases()))
+def test_plain_layers_start_and_rotate_as_the_package(encoding, start, axes, size):
+    plain, layer = both(encoding, start, axes, size)
+    assert dict(plain.named_parameters()).keys() == dict(layer.encoding.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        # The spectrum of Golden gate RoPE is computed in another order.
+        torch.testing.assert_close(parameter, layer.encoding.get_parameter(name), rtol=1e-6, atol=0)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    # Of the size of states and gradients; torch.matrix_exp rounds small exponents to 1e-10.
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        plain, layer = plain.to(dtype), layer.to(dtype)
+        layer.encoding.load_state_dict(dict(plain.named_parameters()))
+        query, key = torch.randn(2, 4, 9, 16, dtype=dtype), torch.randn(2, 2, 9, 16, dtype=dtype)
+        positions = torch.rand(2, 9, axes, dtype=torch.float64)
+        found, expected = plain(query, key, positions), layer(query, key, positions)
+        for rotated, wanted, states in zip(found, expected, (query, key)):
+            assert ((rotated - wanted).norm(dim=-1) <= tolerance * states.norm(dim=-1)).all()
+        if list(plain.parameters()):
+            of_plain = gradients(plain, found)
+            for name, gradient in gradients(layer.encoding, expected).items():
+                difference = (of_plain[name] - gradient).norm() / gradient.norm()
+                assert difference < tolerance, name
+
+
+def gradients(module, rotated):
+    weighted = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in rotated)
+    names, parameters = zip(*module.named_parameters())
+    return dict(zip(names, torch.autograd.grad(weighted, parameters)))
+
+
+@pytest.mark.parametrize("encoding", on_axes(3))
+def test_options_mean_the_same(encoding):
+    """Shared heads, a scale, keys of other tokens, and the same positions for all samples."""
+    fields = {"share_heads": True, "rotary_init_scale": 0.3}
+    if encoding == "liere_product":
+        fields["relative_axis"] = 1
+    fields |= {"num_key_value_heads": 2, "head_dim": 24, "num_axes": 3, "block_size": block_size(encoding, 24, 3)}
+    plain = PLAIN_ENCODINGS[encoding](4, **fields)
+    layer = hf_liere.LieRotaryEmbedding(4, position_encoding=encoding, **fields)
+    layer.encoding.load_state_dict(dict(plain.named_parameters()))
+    query, key = torch.randn(2, 4, 5, 24), torch.randn(2, 2, 7, 24)
+    places = torch.rand(5, 3), torch.rand(7, 3)
+    torch.testing.assert_close(plain(query, key, *places), layer(query, key, *places), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_grids_are_placed_as_by_the_package(coordinates):
+    grids = {"grid": (3, 1, 5), "train_grid": (2, 4, 3)}
+    expected = hf_liere.grid_positions(**grids, coordinates=coordinates).coordinates
+    torch.testing.assert_close(grid_positions(**grids, coordinates=coordinates), expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_wrong_input_is_refused(encoding):
+    kind = PLAIN_ENCODINGS[encoding]
+    for given, named in (
+        ({"block_size": 17}, "block_size=17"),
+        ({"rotary_init": "ones"}, "rotary_init='ones'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            kind(**{"num_heads": 4, "head_dim": 16, "num_axes": 2, **given})
+    with pytest.raises(TypeError, match="temperature"):
+        kind(4, 16, 2, temperature=3)
+    rotary, states = kind(4, 16, 2), torch.randn(1, 4, 9, 16)
+    with pytest.raises(ValueError, match=r"positions of shape \(8, 2\)"):
+        rotary(states, states, torch.rand(8, 2))
+    with pytest.raises(ValueError, match="int64"):
+        rotary(states, states, torch.ones(9, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"\(1, 3, 9, 16\)"):
+        rotary(states[:, :3], states, torch.rand(9, 2))
