@@ -20,7 +20,7 @@ from transformers.utils import logging
 from hf_liere import LieREVideoConfig, LieREViTConfig, LieREViTForImageClassification
 from hf_liere.inspection.costs import NORM_OPERATIONS, count_cost, count_forward
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.rotation.bases import skew
+from hf_liere.models.rotation.exponential import skew
 from training.reporting.markdown import markdown
 
 

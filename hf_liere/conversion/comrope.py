@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.rotation.bases import skew_entries
+from ..models.rotation.exponential import skew_entries
 from .base import ConversionError, number_of_axes, require_one_of
 from .clip import CLIPTower
 

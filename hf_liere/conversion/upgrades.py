@@ -46,7 +46,7 @@ from ..models.encoding.encoding_traits import (
     traits_of,
 )
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.rotation.bases import skew_entries
+from ..models.rotation.exponential import skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError

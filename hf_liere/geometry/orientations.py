@@ -9,7 +9,7 @@ which are finite everywhere; at an angle of π, where p and −p are the same or
 import torch
 
 from ..models.fast.dispatch import values_are_unknown
-from ..models.rotation.bases import skew
+from ..models.rotation.exponential import skew
 
 
 # Largest |RᵀR − I| of accepted matrices: numbers in text files have few digits, and leave a rotation. Scaled or sheared

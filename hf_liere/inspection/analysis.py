@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..models.encoding.commuting_encodings import FoldedPlanes
-from ..models.encoding.liere import FoldedLieRE
+from ..models.encoding.folded_liere import FoldedLieRE
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.patched.vision_towers import Tower, position_table
 from ..models.probing.module_inspection import head_shape

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.rotation.bases import eigenbasis, skew
+from ..models.rotation.bases import eigenbasis
+from ..models.rotation.exponential import skew
 
 
 def generator_matrices(encoding: RotaryEncoding) -> torch.Tensor:

@@ -22,8 +22,7 @@ from ..models.encoding.folding import build_encoding
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.fast.closed_forms import plane_rotations
-from ..models.rotation.bases import skew
-from ..models.rotation.exponential import block_rotations
+from ..models.rotation.exponential import block_rotations, skew
 from ..models.rotation.rotation import PlaneRotation
 from ..plain.lie_rotary import rotations
 from .common_planes import find_common_planes, generator_matrices

@@ -15,10 +15,9 @@ from transformers import initialization as init
 
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
-from ..models.encoding.rotary_encoding import LearnedRotations
 from ..models.fast.dispatch import working_dtype
 from ..models.rotation.model_basis import rotate_one
-from ..models.rotation.rotation import TokenRotation
+from ..models.rotation.rotation import LearnedRotations, TokenRotation
 from .schedules import Schedule, ScheduleInput
 
 

@@ -12,7 +12,7 @@ import hf_liere
 from hf_liere.cli import main
 from hf_liere.inspection.analysis import analyse
 from hf_liere.inspection.encodings import representation_error
-from hf_liere.models.rotation.bases import skew, skew_entries
+from hf_liere.models.rotation.exponential import skew, skew_entries
 
 
 def build(**fields):

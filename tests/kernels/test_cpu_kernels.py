@@ -19,8 +19,7 @@ from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import derivative_coefficients, product_indices
 from hf_liere.models.fast.rotation_gradients import commuting_backward, rotate_blocks_backward
 from hf_liere.models.fast.scaling_and_squaring import RayTokens, num_saved
-from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 needs_kernels = pytest.mark.usefixtures("compiled_kernels")

@@ -5,8 +5,7 @@ import torch
 
 from hf_liere.kernels import cpu_library
 from hf_liere.models.fast import dispatch
-from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 BUILT = cpu_library.FOLDER

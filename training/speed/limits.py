@@ -7,9 +7,9 @@ import torch
 from hf_liere.models.encoding.encoding_traits import traits_of
 from hf_liere.models.encoding.positions import GridPositions, TokenPositions
 from hf_liere.models.encoding.rotary_encoding import RotaryEncoding
-from hf_liere.models.fast.closed_forms import has_closed_form
+from hf_liere.models.fast.closed_forms import CLOSED_FORMS
 from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL_NORM
-from hf_liere.models.rotation.bases import skew
+from hf_liere.models.rotation.exponential import skew
 from training.speed.additions import Addition
 
 
@@ -62,7 +62,7 @@ def needed_work(addition: Addition) -> Work:
         work += plane_work(encoding, positions, planes, axes=positions.shape[-1] // factors)
     elif traits_of(encoding.config).product:
         work += product_work(encoding, positions)
-    elif has_closed_form(encoding.block_size):
+    elif encoding.block_size in CLOSED_FORMS:
         work += quaternion_work(encoding, positions, learned)
     else:
         work += block_work(encoding, positions, learned)

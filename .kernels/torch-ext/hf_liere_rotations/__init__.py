@@ -7,8 +7,7 @@ import torch
 
 from . import kernels  # noqa: F401 — it registers the kernels
 from .models.fast.dispatch import working_dtype
-from .models.rotation.bases import skew
-from .models.rotation.exponential import block_rotations
+from .models.rotation.exponential import block_rotations, skew
 from .models.rotation.rotation import BlockRotation
 
 

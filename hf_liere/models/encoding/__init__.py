@@ -1,10 +1,10 @@
 """
 Rotary encodings: which positions tokens have, and which rotations an encoding gives them.
 
-Files here import each other, `rotation` and `saved_code`. Start with `positions.py` and `rotary_encoding.py`; then
-`liere.py`, `commuting_encodings.py`, `product_encodings.py` and `fixed_encodings.py` define the encodings, and
-`rotary_fields.py` documents their fields. No other file imports these four, which offer their encodings by name, so
+Files here import each other, `rotation` and `saved_code`. Start with `positions.py` and `rotary_encoding.py`, which has
+LieRE; `commuting_encodings.py`, `product_encodings.py` and `fixed_encodings.py` define the other encodings, and
+`rotary_fields.py` documents their fields. No other file imports these three, which offer their encodings by name, so
 that a checkpoint contains those that it needs.
 """
 
-from . import commuting_encodings, fixed_encodings, liere, product_encodings, rounded_planes  # noqa: F401 (offer encodings)
+from . import commuting_encodings, fixed_encodings, folded_liere, product_encodings, rounded_planes  # noqa: F401 (offer)

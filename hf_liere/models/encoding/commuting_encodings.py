@@ -9,7 +9,8 @@ from transformers.utils.generic import maybe_autocast
 
 from ..fast.closed_forms import cos_sin
 from ..fast.dispatch import working_dtype
-from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew, skew_entries, skew_from_planes
+from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew_from_planes
+from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
 from .encoding_traits import ENCODING_CLASSES, FREQUENCIES, rotary_traits

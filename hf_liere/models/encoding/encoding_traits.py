@@ -34,6 +34,8 @@ TRAINING_ONLY = {**DISPLACEMENTS, "patch_dropout_prob": 0.0}
 
 # Encoding → its class.
 ENCODING_CLASSES = Parts("position_encoding")
+# Encoding → its class whose rotations of some grids are constants.
+FOLDED = Parts("folded position_encoding")
 # Encoding → its class for `round_angles`.
 ROUNDED = Parts("round_angles with position_encoding")
 # Values of `rotary_init` that give every plane a frequency: (A, layers, heads, planes) from config and these numbers.

@@ -1,7 +1,6 @@
 """Positions: where each token sits, in the coordinates that an encoding expects."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -222,32 +221,11 @@ def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: 
     return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)  # (…, P + N, A)
 
 
-class GroupedPositions(NamedTuple):
-    """
-    Where the tokens of a batch of inputs of different sizes sit, padded to the longest.
-
-    Attributes:
-        groups: Positions of the tokens of each distinct grid, without padding, the same for all samples of a group.
-        samples: For each group, (samples,) their indices in the batch.
-    """
-
-    groups: tuple[TokenPositions, ...]
-    samples: tuple[torch.Tensor, ...]
-
-    def unrotate_prefix(self) -> "GroupedPositions":
-        """As [`TokenPositions.unrotate_prefix`]."""
-        return self._replace(groups=tuple(group.unrotate_prefix() for group in self.groups))
-
-    def padded(self, num_tokens: int) -> torch.Tensor:
-        """(B, num_tokens, A) coordinates of all samples, zero for padding."""
-        return pad_rows([group.locate().coordinates for group in self.groups], self.samples, num_tokens)
-
-
-def pad_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """
-    (B, length, C) rows of all samples, zero for padding. Each group has rows (n, C), shared by the samples whose
-    (samples,) indices in the batch are given.
-    """
-    padded = [torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows in groups]  # (length, C)
-    expanded = [rows.expand(len(indices), -1, -1) for rows, indices in zip(padded, samples)]  # (samples, length, C)
-    return torch.cat(expanded)[torch.cat(tuple(samples)).argsort()]  # (B, length, C)
+def require_tensors(**given: object) -> None:
+    """Raises `ValueError` if one of the given values is something else than a tensor or `None`."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}; a tensor is needed: torch.as_tensor makes one of numbers, and a "
+                "processor, such as AutoImageProcessor, of images."
+            )

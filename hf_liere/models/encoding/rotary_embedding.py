@@ -13,7 +13,7 @@ from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
 from .encoding_traits import ENCODING_TRAITS, check_encoding, generators_commute
 from .folding import EncodingConfig, build_encoding
-from .placement import check_coordinates
+from .given_positions import check_coordinates
 from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into, reorder_channels
 from .starting_values import channel_pairs, check_start, start_at

@@ -1,47 +1,33 @@
-"""The base of all rotary encodings: parameters, starting values, and the rotations of every layer."""
+"""Rotary encodings: the rotations of every layer, and LieRE, whose generators are free."""
 
-import math
 from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
 from transformers import initialization as init
 
-from ..fast.closed_forms import CLOSED_FORMS, plane_rotations
-from ..fast.dispatch import values_are_unknown, working_dtype
+from ..fast.closed_forms import plane_rotations
+from ..fast.dispatch import working_dtype
 from ..fast.exponentials import layer_block_rotations
 from ..fast.scaling_and_squaring import Rays
-from ..rotation.bases import skew
+from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
-from ..rotation.learned_rotations import LearnedRotations
 from ..rotation.rotation import BlockRotation, PlaneRotation
-from .encoding_traits import FREQUENCIES
-from .positions import GridPositions, GroupedPositions, TokenPositions
+from ..rotation.spins import representation
+from .encoding_traits import ENCODING_CLASSES, FOLDED, needs_exponential
+from .generator_parameters import GeneratorParameters
+from .grouped_positions import GroupedPositions
+from .positions import GridPositions, TokenPositions
 from .rotation_cache import RotationCache
 
 
 Kind = TypeVar("Kind", bound=Rotation)
 ALL_LAYERS = slice(None)
+# All layers at once need fewer calls, but rotations of LieRE64 for ViT-B at 3,136 tokens take 7.4 GB.
+ALL_LAYERS_BYTES = 1 << 30
 
 
-@FREQUENCIES.offer("frequencies")
-def geometric_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
-    """
-    RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head form one group per axis, plane i of q in a group
-    rotates with θ^(−i/q), and the groups' directions are random and orthonormal, drawn for every layer and head.
-
-    Returns:
-        (A, layers, heads, planes).
-    """
-    group_size = math.ceil(planes / num_axes)
-    plane = torch.arange(planes)  # (planes,)
-    magnitudes = config.rope_theta ** -((plane % group_size) / group_size)  # (planes,)
-    # torch has no QR decomposition of half types. (layers, heads, A, A)
-    directions, _ = torch.linalg.qr(torch.randn(layers, heads, num_axes, num_axes, dtype=torch.float32))
-    return (directions[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)
-
-
-class RotaryEncoding(LearnedRotations):
+class RotaryEncoding(GeneratorParameters):
     """
     R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3) for all layers at once, with block-diagonal skew-symmetric A_a.
 
@@ -70,7 +56,7 @@ class RotaryEncoding(LearnedRotations):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
-        Free entries of the generators, see [`bases.skew`]: (A, layers or 1, heads or 1, blocks, b(b−1)/2), on
+        Free entries of the generators, see [`exponential.skew`]: (A, layers or 1, heads or 1, blocks, b(b−1)/2), on
         `device` unless they are parameters.
         """
         raise NotImplementedError
@@ -98,27 +84,8 @@ class RotaryEncoding(LearnedRotations):
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
         # Shared generators are those of every layer.
         layers = ALL_LAYERS if layer is None or self.layers == 1 else slice(layer, layer + 1)
-        rotations = self._find_rotations(positions, dtype, layers)
+        rotations = self.cache.rotations(self, positions, dtype, layers)
         return rotations if layer is None else [next(iter(rotations))]
-
-    def _find_rotations(
-        self, positions: TokenPositions, dtype: torch.dtype | None, layers: slice
-    ) -> Iterable[Rotation]:
-        """[`layer_rotations`] of positions, or in inference what the cache has of a grid."""
-        if self.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
-            return self.layer_rotations(positions, dtype, layers)
-        sources = self.sources(positions.facts.device, layers)
-        if values_are_unknown(*sources):
-            return self.layer_rotations(positions, dtype, layers)
-        types = [(source.dtype, source.device) for source in sources]
-        key = (positions.facts, layers.start, dtype or self.rotation_dtype, self.rotation_dtype, *types)
-        rotations = self.cache.find(key, sources)
-        if rotations is None:
-            rotations = self.layer_rotations(positions, dtype, layers)
-            # Above a bound this is a generator, which computes layer by layer.
-            if isinstance(rotations, list):
-                self.cache.store(key, sources, rotations)
-        return rotations
 
     def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
         """The rotations of every layer for each group of tokens, computed together."""
@@ -141,7 +108,7 @@ class RotaryEncoding(LearnedRotations):
         if self.block_size == 2:
             planes = self.planes(positions, entries.squeeze(-1))  # (1 or B, H, N, planes, 2) per layer
             return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
-        rotation_dtype, coordinates = self.rotation_dtype, self.working_coordinates(positions)  # (B · N, A)
+        coordinates, rotation_dtype = self.working_coordinates(positions), self.rotation_dtype  # (B · N, A)
         generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
         # (B · N, H · blocks, b, b) per layer
         rotations = layer_block_rotations(coordinates, generators, rotation_dtype, rays, dtype)
@@ -171,7 +138,9 @@ class RotaryEncoding(LearnedRotations):
     def working_coordinates(self, positions: TokenPositions) -> torch.Tensor:
         """(B · N, A) coordinates in the working dtype."""
         coordinates = positions.coordinates
-        return coordinates.to(working_dtype(coordinates.device)).reshape(-1, self.num_axes)
+        if coordinates.dtype != torch.float64:
+            coordinates = coordinates.to(working_dtype(coordinates.device))
+        return coordinates.reshape(-1, self.num_axes)
 
     @staticmethod
     def to_tokens(rotations: torch.Tensor, positions: TokenPositions, heads: int) -> torch.Tensor:
@@ -184,76 +153,76 @@ class RotaryEncoding(LearnedRotations):
         """Repeat shared rotations for every layer; rotations of selected layers are returned unchanged."""
         return rotations * (self.num_layers // self.layers if len(rotations) == self.layers else 1)
 
+
+@ENCODING_CLASSES.offer("rope_mixed", "liere")
+class LieRE(RotaryEncoding):
+    """
+    Free generators for every axis (LieRE §4). With `block_size` 2 this is RoPE-Mixed (LieRE §5.4), which differs only
+    in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
+
+    Attributes:
+        generators: (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
+            285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
+        self.generators = self.new_parameter(*shape)
+        # Set by `accumulate_rotations`.
+        self.rotation_sums = None
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.generators
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all parameters by `rotary_init` and `rotary_init_scale`, unless a checkpoint provided them."""
-        name, scale = self.config.rotary_init, self.config.rotary_init_scale
-        if name == "uniform":
-            init.uniform_(self.generators, 0.0, scale)
-        elif name == "normal":
-            init.normal_(self.generators, 0.0, scale)
-        elif name == "zeros":
-            init.zeros_(self.generators)
-        elif name is not None:
-            # (A, layers or 1, heads or 1, planes)
-            frequencies = FREQUENCIES[name](self.config, self.num_axes, self.layers, self.heads, self.num_planes)
-            for parameter, values in self.parameters_for_planes(frequencies * scale).items():
-                init.copy_(getattr(self, parameter), values.to(getattr(self, parameter)))
-
-    @property
-    def num_planes(self) -> int:
-        """Number of planes per head in [`parameters_for_planes`]."""
-        return self.num_blocks * (self.block_size // 2)
-
-    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """
-        Parameters by name with which the encoding rotates plane i of a head by Σ_a p_a f_ai; planes are pairs of
-        neighbouring channels, unless an encoding documents others.
-
-        Args:
-            frequencies: (A, layers or 1, heads or 1, planes).
-
-        Raises:
-            ValueError: as [`parameters_for_entries`].
-        """
-        return self.parameters_for_entries(self.to_blocks(frequencies))
+        if self.config.rotary_init != "so3":
+            super().reset_parameters()
+            return
+        entries = skew_entries(representation(self.config.spins)).to(self.generators)  # (3, b(b−1)/2)
+        init.copy_(self.generators, entries[:, None, None, None].expand_as(self.generators))
 
     def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"generators": entries}
+
+    def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
+        # Each group may be a grid, which has multiples of positions and a place in the cache.
+        return [self.forward(group, dtype) for group in groups]
+
+    def layer_rotations(
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> Iterable[Rotation]:
         """
-        Parameters by name with which the generators have these free entries.
-
-        Args:
-            entries: (A, layers or 1, heads or 1, blocks, b(b−1)/2).
-
-        Raises:
-            ValueError: if the encoding does not have such generators, with the reason.
+        On a grid that starts at zero or has its middle there, rotations at multiples of a position are powers, and
+        those at its negative multiples their transposes, see `scaling_and_squaring.Rays`.
+        Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
         """
-        raise NotImplementedError
+        placed = positions.locate()
+        facts = positions.facts if isinstance(positions, GridPositions) else None
+        rays = None if facts is None else facts.rays()
+        entries = self.entries(placed.coordinates.device)  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
+        num_layers = entries[:, layers].shape[1]
+        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
+        # Half types of parameters are float32 in rotations.
+        at_once = num_layers == 1 or elements * max(entries.itemsize, 4) <= ALL_LAYERS_BYTES
+        # Positions of no grid will not return.
+        key = (facts, layers.start, dtype) if at_once and facts is not None else None
 
-    @torch.no_grad()
-    def scale_generators(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The changed parameters by name, for generators multiplied by (A,) `factors`."""
-        shape = (-1, *[1] * (self.generators.ndim - 1))
-        return {"generators": self.generators * factors.to(self.generators).view(shape)}
+        # Graphs of torch 2.9 cannot evaluate this annotation on Python 3.10.
+        def compute(entries: torch.Tensor) -> "Iterable[Rotation]":
+            chosen = entries[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
+            if at_once:
+                return self.rotations_from(placed, chosen, dtype, rays)
+            # Copies, because frameworks that shard parameters free them when this module returns.
+            parts = [part.clone() for part in chosen.split(1, dim=1)]
+            return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
 
-    @staticmethod
-    def closed_forms(config) -> list:
-        """What computes the blocks of a configuration without a general exponential."""
-        return [form for size, form in CLOSED_FORMS.items() if size == config.block_size]
+        # Replicas of `DataParallel` share the sums and have no parameters.
+        if self.rotation_sums is None or not self._parameters:
+            return compute(entries)
+        return self.rotation_sums.rotations(key, entries, compute)
 
     @classmethod
-    def folded_class(cls, config) -> "type[RotaryEncoding]":
-        """The class for a folded model: this one if its rotations cost only cos and sin."""
-        return cls
-
-    def plane_basis(self, device: torch.device) -> torch.Tensor | None:
-        """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
-        return None
-
-    def to_blocks(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """(…, planes) frequencies → (…, blocks, b(b−1)/2) entries of blocks that rotate these planes."""
-        row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)  # (b(b−1)/2,)
-        in_plane = (row % 2 == 0) & (column == row + 1)  # (b(b−1)/2,)
-        entries = frequencies.new_zeros(*frequencies.shape[:-1], self.num_blocks, self.num_entries)
-        entries[..., in_plane] = frequencies.unflatten(-1, (self.num_blocks, self.block_size // 2))
-        return entries
+    def folded_class(cls, config) -> type[RotaryEncoding]:
+        return FOLDED["liere"] if needs_exponential(config) else cls

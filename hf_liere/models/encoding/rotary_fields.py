@@ -11,6 +11,7 @@ from .encoding_traits import (
     AXIAL,
     ENCODING_CLASSES,
     ENCODING_TRAITS,
+    FOLDED,
     FREQUENCIES,
     OWN_FIELDS,
     SPECTRA,
@@ -159,7 +160,8 @@ class RotaryFields:
             return []
         starts = [FREQUENCIES[self.rotary_init]] if self.rotary_init in (*SPECTRA, AXIAL) else []
         encoding = ENCODING_CLASSES[self.position_encoding]
-        return [encoding, *encoding.closed_forms(self), *starts]
+        folded = [FOLDED["liere"]] if self.position_encoding == "liere" and needs_exponential(self) else []
+        return [encoding, *encoding.closed_forms(self), *starts, *folded]
 
     def _fill_in_spins(self) -> None:
         if self.spins is None:
@@ -329,11 +331,3 @@ def _check_folding(config) -> None:
     for grid in grids:
         if len(grid) != config.num_axes or any(size < 1 for size in grid):
             raise ValueError(f"folded_grids: {grid} must be {config.num_axes} numbers of patches, one per axis.")
-
-
-def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
-    """(height, width) of the field `name`, from one or two integers. Raises `ValueError` for other values."""
-    sides = (value, value) if isinstance(value, int) else tuple(value)
-    if len(sides) != 2:
-        raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
-    return sides

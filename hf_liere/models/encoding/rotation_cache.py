@@ -2,11 +2,14 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from ..fast.dispatch import values_are_unknown
 from ..rotation.grouped_rotation import Rotation
+from .positions import GridPositions, TokenPositions
 
 
 # Enough for LieRE64 of a ViT-B at 224 pixels, 440 MiB.
@@ -51,6 +54,27 @@ class RotationCache:
     def clear(self) -> None:
         with self.lock:
             self.entries.clear()
+
+    def rotations(
+        self, encoding, positions: TokenPositions, dtype: torch.dtype | None, layers: slice
+    ) -> Iterable[Rotation]:
+        """`encoding.layer_rotations(positions, dtype, layers)`, or in inference what was stored of a grid."""
+        if encoding.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
+            return encoding.layer_rotations(positions, dtype, layers)
+        facts = positions.facts
+        sources = encoding.sources(facts.device, layers)
+        if values_are_unknown(*sources):
+            return encoding.layer_rotations(positions, dtype, layers)
+        # Sources may be computed in another type than that of the parameters, which decides that of rotations.
+        types = [encoding.model_dtype, *(parameter.dtype for parameter in encoding.parameters())]
+        key = (facts, layers.start, dtype, *types, *((source.dtype, source.device) for source in sources))
+        rotations = self.find(key, sources)
+        if rotations is None:
+            rotations = encoding.layer_rotations(positions, dtype, layers)
+            # Above a bound this is a generator, which computes layer by layer.
+            if isinstance(rotations, list):
+                self.store(key, sources, rotations)
+        return rotations
 
     def find(self, key: tuple, sources: tuple[torch.Tensor, ...]) -> list[Rotation] | None:
         """What was stored by this key, if it was computed from sources of these values."""

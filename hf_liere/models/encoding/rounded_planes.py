@@ -9,8 +9,8 @@ from ..fast.scaling_and_squaring import Rays
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
 from .encoding_traits import ROUNDED
-from .liere import LieRE
 from .positions import TokenPositions
+from .rotary_encoding import LieRE
 
 
 class RoundedPlaneRotation(PlaneRotation):

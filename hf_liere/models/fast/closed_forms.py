@@ -15,11 +15,6 @@ from .scaling_and_squaring import find_exponential_backend
 CLOSED_FORMS: dict[int, Callable[..., torch.Tensor] | None] = {3: None, 4: None}
 
 
-def has_closed_form(block_size: int) -> bool:
-    """Whether rotations of blocks of this size need no general exponential."""
-    return block_size in CLOSED_FORMS
-
-
 def plane_rotations(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

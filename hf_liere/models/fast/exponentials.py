@@ -2,7 +2,7 @@
 
 import torch
 
-from .closed_forms import CLOSED_FORMS, has_closed_form
+from .closed_forms import CLOSED_FORMS
 from .dispatch import in_portable_graph, operator, values_are_unknown
 from .exponential_gradient import ARGUMENTS, block_rotations_backward, ray_tokens
 from .scaling_and_squaring import (
@@ -25,7 +25,7 @@ def layer_block_rotations(
     query_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """[`block_rotations`] of (A, G, K, b, b) generators, as a (P, K, b, b) tensor for each of the G."""
-    if has_closed_form(size := generators.shape[-1]):
+    if (size := generators.shape[-1]) in CLOSED_FORMS:
         if (rotate := CLOSED_FORMS[size]) is None:
             raise ValueError(f"block_size={size} is not in the code of this checkpoint; install hf_liere.")
         return list(rotate(positions, generators, dtype))

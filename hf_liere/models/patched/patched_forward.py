@@ -19,13 +19,12 @@ from transformers.modeling_utils import AttentionInterface
 from ..encoding.displacements import draw_displacements
 from ..encoding.encoding_traits import rotated_prefix
 from ..encoding.positions import TokenPositions
-from ..encoding.rotary_fields import pair
 from ..fast.dispatch import product_dtype, working_dtype
 from ..probing.module_inspection import View, takes
 from ..rotation.grouped_rotation import Rotation
 from ..transformer.pose_arguments import find_attention
 from .tower_patch import thread
-from .vision_towers import position_table
+from .vision_towers import position_table, trained_size
 
 
 # The package and a copy of this file that came with a checkpoint can be imported together; each has its own stack.
@@ -165,7 +164,7 @@ def accept_any_size(embeddings: nn.Module, args, kwargs):
         return None
     pixels = args[0] if args else kwargs["pixel_values"]  # (B, C, height, width) or (B, T, C, height, width)
     config = passes[-1].tower.config
-    trained = pair("image_size", config.image_size)
+    trained = trained_size(config)
     is_trained_size = tuple(pixels.shape[-2:]) == trained and (pixels.ndim < 5 or pixels.shape[1] == config.num_frames)
     if is_trained_size and passes[-1].tower.rotary_patch.config.keep_absolute == "interpolate":
         return None

@@ -12,7 +12,7 @@ from transformers import initialization as init
 
 from ..probing.coordinate_probe import CoordinateProbe, read_frequencies
 from ..probing.rope_layout import RopeLayout, RopeTower
-from ..rotation.learned_rotations import LearnedRotations
+from ..rotation.rotation import LearnedRotations
 from .tower_patch import PRETRAINED
 
 

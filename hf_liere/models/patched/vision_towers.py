@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..encoding.rotary_fields import pair
 from ..probing.attention_tower import AttentionTower
 from ..probing.module_inspection import names_in_forward, takes
 
@@ -51,9 +50,15 @@ class Tower(AttentionTower):
             )
         if self.is_flexible:
             return (math.isqrt(config.num_patches),) * 2
-        sizes = pair("image_size", config.image_size)
+        sizes = trained_size(config)
         sizes = (config.num_frames, *sizes) if len(extent) == 3 else sizes
         return tuple(size // patch for size, patch in zip(sizes, extent))
+
+
+def trained_size(config) -> tuple[int, ...]:
+    """Height and width of the images of another model's configuration."""
+    size = config.image_size
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def find_towers(model: nn.Module) -> list[Tower]:

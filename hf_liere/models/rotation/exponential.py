@@ -33,3 +33,36 @@ def block_rotations(
     rotations = layer_block_rotations(positions, layers, dtype, rays, query_dtype)
     rotations = [rotation.transpose(0, 1) for rotation in rotations]  # (K, P, b, b) each
     return torch.stack(rotations).unflatten(0, leading) if leading else rotations[0]
+
+
+def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:
+    """
+    Skew-symmetric matrices from their free entries.
+
+    A[j, i] = −A[i, j] = the entry of the pair i < j, pairs in row-major order (0,1), (0,2), …; so for b = 2 the entry
+    is the angular frequency of a counter-clockwise rotation, as in RoPE.
+
+    Args:
+        entries: (…, b(b−1)/2).
+
+    Returns:
+        (…, b, b).
+
+    Raises:
+        ValueError: if the number of entries is not b(b−1)/2.
+    """
+    found, needed = entries.shape[-1], block_size * (block_size - 1) // 2
+    if found != needed:
+        raise ValueError(
+            f"{found} entries do not make a skew-symmetric matrix of size {block_size}, which has {needed}."
+        )
+    row, column = torch.triu_indices(block_size, block_size, offset=1, device=entries.device)  # (b(b−1)/2,) each
+    lower = entries.new_zeros(*entries.shape[:-1], block_size, block_size)  # (…, b, b)
+    lower[..., column, row] = entries
+    return lower - lower.transpose(-1, -2)
+
+
+def skew_entries(matrices: torch.Tensor) -> torch.Tensor:
+    """Free entries of skew-symmetric (…, b, b) matrices, the inverse of [`skew`]: (…, b(b−1)/2)."""
+    row, column = torch.triu_indices(matrices.shape[-1], matrices.shape[-1], offset=1, device=matrices.device)
+    return matrices[..., column, row]

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 
 from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix, rotated_prefix
-from ..encoding.rotary_fields import GridFields, RotaryFields, pair
+from ..encoding.rotary_fields import GridFields, RotaryFields
 from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels
 
@@ -317,3 +317,11 @@ class LieREVideoConfig(LieREPixelConfig):
     @property
     def input_shape(self) -> tuple[int, ...]:
         return (self.num_frames, *pair("image_size", self.image_size))
+
+
+def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    """(height, width) of the field `name`, from one or two integers. Raises `ValueError` for other values."""
+    sides = (value, value) if isinstance(value, int) else tuple(value)
+    if len(sides) != 2:
+        raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
+    return sides

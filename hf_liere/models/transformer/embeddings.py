@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..encoding.placement import require_tensors
-from ..encoding.positions import GroupedPositions, TokenPositions
+from ..encoding.grouped_positions import GroupedPositions
+from ..encoding.positions import TokenPositions, require_tensors
 from ..fast.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig
 from .patch_batches import cut_patches
@@ -33,7 +33,8 @@ class LieREPatchEmbeddings(nn.Module):
         Raises:
             ValueError: if the number of axes or channels is wrong or a size is not divisible by the patch.
         """
-        require_tensors(pixel_values=pixels)
+        if not isinstance(pixels, torch.Tensor):
+            require_tensors(pixel_values=pixels)
         if pixels.ndim != 2 + len(self.patch_shape):
             raise ValueError(
                 f"pixel_values of shape {tuple(pixels.shape)} have {pixels.ndim} dimensions; accepted: "

@@ -62,7 +62,8 @@ class LieREAttention(nn.Module):
 
         implementation = self.config._attn_implementation
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        refuse_ignored_poses(attention_interface, implementation, kwargs.get("poses"))
+        if (poses := kwargs.get("poses")) is not None:
+            refuse_ignored_poses(attention_interface, implementation, poses)
         # The implementations of transformers refuse empty batches.
         attended, weights = (attention_interface if input_shape[0] else eager_attention_forward)(
             self,

@@ -25,7 +25,7 @@ from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.fixed_encodings import golden_gate_frequencies
 from hf_liere.models.encoding.folding import build_rotary_encoding
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.rotation.bases import skew
+from hf_liere.models.rotation.exponential import skew
 from hf_liere.models.rotation.model_basis import rotate_pair
 
 

@@ -6,7 +6,7 @@ from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import LieREViTConfig, grid_positions
 from hf_liere.models.encoding.displacements import draw_augmentation, draw_perturbation
-from hf_liere.models.encoding.placement import check_coordinates, check_shape
+from hf_liere.models.encoding.given_positions import check_coordinates, check_shape
 from hf_liere.models.encoding.positions import COORDINATES, TokenPositions, prepend_prefix
 
 

@@ -6,8 +6,7 @@ import torch
 
 from hf_liere.models.fast.exponential_gradient import derivative_coefficients
 from hf_liere.models.fast.scaling_and_squaring import largest_norm
-from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

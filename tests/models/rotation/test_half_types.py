@@ -6,8 +6,7 @@ import torch
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.scaling_and_squaring import product_dtypes
-from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 @pytest.mark.parametrize("states", [torch.bfloat16, torch.float16])

@@ -7,8 +7,7 @@ import torch
 
 from hf_liere.models.fast.closed_forms import plane_rotations
 from hf_liere.models.fast.dispatch import working_dtype
-from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

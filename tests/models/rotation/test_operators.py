@@ -13,7 +13,7 @@ import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast import exponentials, quaternions
-from hf_liere.models.fast.closed_forms import has_closed_form
+from hf_liere.models.fast.closed_forms import CLOSED_FORMS
 from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import block_rotations_backward
 from hf_liere.models.fast.exponentials import layer_block_rotations
@@ -21,7 +21,7 @@ from hf_liere.models.fast.quaternions import quaternion_rotations_backward
 from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
 from hf_liere.models.fast.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
 from hf_liere.models.fast.scaling_and_squaring import Rays, num_saved
-from hf_liere.models.rotation.bases import skew
+from hf_liere.models.rotation.exponential import skew
 from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
 
 
@@ -261,7 +261,7 @@ def test_the_profiler_names_operators(tiny, implementation, encoding, block_size
     if ENCODING_TRAITS[encoding].learned:
         expected |= {f"hf_liere::rotate_{applied}_backward"}
     if encoding == "liere":
-        computed = "quaternion" if has_closed_form(block_size) else "block"
+        computed = "quaternion" if block_size in CLOSED_FORMS else "block"
         expected |= {f"hf_liere::{computed}_rotations", f"hf_liere::{computed}_rotations_backward"}
     assert expected <= names
 

@@ -15,8 +15,8 @@ import hf_liere.models.encoding.rotary_encoding
 from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
-from hf_liere.models.rotation.bases import eigenbasis, skew, to_basis
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.bases import eigenbasis, to_basis
+from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.models.rotation.rotation import PlaneRotation
 
 
@@ -298,7 +298,7 @@ def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
     (expected.sum()).backward()
     gradient = model.rotary_encoding.generators.grad.clone()
     model.zero_grad()
-    monkeypatch.setattr("hf_liere.models.encoding.liere.ALL_LAYERS_BYTES", 1000)
+    monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.ALL_LAYERS_BYTES", 1000)
     grid = model.config.train_grid
     rotations = model.rotations(model.grid_positions(grid, pixel_values.device))
     assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"

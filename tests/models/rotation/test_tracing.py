@@ -7,8 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
 from hf_liere.export import export_model
-from hf_liere.models.rotation.bases import skew
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 class Logits(torch.nn.Module):

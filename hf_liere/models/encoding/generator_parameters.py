@@ -1,0 +1,105 @@
+"""Values of the parameters of an encoding: where they start, and which ones give a wanted rotation."""
+
+import math
+
+import torch
+from transformers import initialization as init
+
+from ..fast.closed_forms import CLOSED_FORMS
+from ..rotation.rotation import LearnedRotations
+from .encoding_traits import FREQUENCIES
+
+
+@FREQUENCIES.offer("frequencies")
+def geometric_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
+    """
+    RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head form one group per axis, plane i of q in a group
+    rotates with θ^(−i/q), and the groups' directions are random and orthonormal, drawn for every layer and head.
+
+    Returns:
+        (A, layers, heads, planes).
+    """
+    group_size = math.ceil(planes / num_axes)
+    plane = torch.arange(planes)  # (planes,)
+    magnitudes = config.rope_theta ** -((plane % group_size) / group_size)  # (planes,)
+    # torch has no QR decomposition of half types. (layers, heads, A, A)
+    directions, _ = torch.linalg.qr(torch.randn(layers, heads, num_axes, num_axes, dtype=torch.float32))
+    return (directions[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)
+
+
+class GeneratorParameters(LearnedRotations):
+    """What a [`RotaryEncoding`] knows of its parameters apart from the rotations."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise all parameters by `rotary_init` and `rotary_init_scale`, unless a checkpoint provided them."""
+        name, scale = self.config.rotary_init, self.config.rotary_init_scale
+        if name == "uniform":
+            init.uniform_(self.generators, 0.0, scale)
+        elif name == "normal":
+            init.normal_(self.generators, 0.0, scale)
+        elif name == "zeros":
+            init.zeros_(self.generators)
+        elif name is not None:
+            # (A, layers or 1, heads or 1, planes)
+            frequencies = FREQUENCIES[name](self.config, self.num_axes, self.layers, self.heads, self.num_planes)
+            for parameter, values in self.parameters_for_planes(frequencies * scale).items():
+                init.copy_(getattr(self, parameter), values.to(getattr(self, parameter)))
+
+    @property
+    def num_planes(self) -> int:
+        """Number of planes per head in [`parameters_for_planes`]."""
+        return self.num_blocks * (self.block_size // 2)
+
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Parameters by name with which the encoding rotates plane i of a head by Σ_a p_a f_ai; planes are pairs of
+        neighbouring channels, unless an encoding documents others.
+
+        Args:
+            frequencies: (A, layers or 1, heads or 1, planes).
+
+        Raises:
+            ValueError: as [`parameters_for_entries`].
+        """
+        return self.parameters_for_entries(self.to_blocks(frequencies))
+
+    def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Parameters by name with which the generators have these free entries.
+
+        Args:
+            entries: (A, layers or 1, heads or 1, blocks, b(b−1)/2).
+
+        Raises:
+            ValueError: if the encoding does not have such generators, with the reason.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def scale_generators(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The changed parameters by name, for generators multiplied by (A,) `factors`."""
+        shape = (-1, *[1] * (self.generators.ndim - 1))
+        return {"generators": self.generators * factors.to(self.generators).view(shape)}
+
+    @staticmethod
+    def closed_forms(config) -> list:
+        """What computes the blocks of a configuration without a general exponential."""
+        return [form for size, form in CLOSED_FORMS.items() if size == config.block_size]
+
+    @classmethod
+    def folded_class(cls, config) -> "type[GeneratorParameters]":
+        """The class for a folded model: this one if its rotations cost only cos and sin."""
+        return cls
+
+    def plane_basis(self, device: torch.device) -> torch.Tensor | None:
+        """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
+        return None
+
+    def to_blocks(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """(…, planes) frequencies → (…, blocks, b(b−1)/2) entries of blocks that rotate these planes."""
+        row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)  # (b(b−1)/2,)
+        in_plane = (row % 2 == 0) & (column == row + 1)  # (b(b−1)/2,)
+        entries = frequencies.new_zeros(*frequencies.shape[:-1], self.num_blocks, self.num_entries)
+        entries[..., in_plane] = frequencies.unflatten(-1, (self.num_blocks, self.block_size // 2))
+        return entries

@@ -1,0 +1,97 @@
+"""Positions that the caller of a model gives, instead of those of a grid."""
+
+import math
+
+import torch
+from transformers.utils import logging
+
+from ..fast.dispatch import values_are_unknown, working_dtype
+from .positions import TokenPositions, require_tensors
+
+
+logger = logging.get_logger(__name__)
+
+
+def place_given(
+    config,
+    coordinates: torch.Tensor,
+    batch_size: int,
+    num_tokens: int,
+    visible: torch.Tensor | None = None,
+) -> TokenPositions:
+    """
+    Positions of all tokens from the user's coordinates of `num_tokens` input tokens, or of all tokens. Coordinates of
+    hidden tokens, false in (B, N) `visible`, are ignored.
+
+    Raises:
+        ValueError: as [`check_shape`] and [`check_coordinates`], or if the model does not use positions.
+    """
+    if not config.uses_positions:
+        raise ValueError(f"positions were given, but position_encoding={config.position_encoding!r} has no rotations.")
+    num_prefix_tokens, prefix_coordinate = config.prefix
+    accepted = num_prefix_tokens if config.places_prefix else 0
+    check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
+    coordinates = zero_hidden(coordinates, visible)  # (…, N or P + N, A)
+    check_coordinates(config, coordinates)
+    has_prefix = coordinates.shape[-2] > num_tokens
+    if (scale := getattr(config, "position_scale", None)) is not None:
+        coordinates = coordinates.to(working_dtype(coordinates.device))
+        origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
+        coordinates = (coordinates - origin) * scale  # (…, N or P + N, A)
+    return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
+
+
+def check_shape(
+    positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
+) -> None:
+    """
+    Args:
+        num_prefix_tokens: Number P of class and register tokens whose positions may come first.
+
+    Raises:
+        ValueError: if the user's `positions` are not (N, A), (1, N, A) or (B, N, A), with N or P + N tokens.
+    """
+    require_tensors(positions=positions)
+    accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
+    batches, tokens = positions.shape[:-2], positions.shape[-2:]
+    if batches not in ((), (1,), (batch_size,)) or tokens not in (
+        (num_patches, num_axes),
+        (num_prefix_tokens + num_patches, num_axes),
+    ):
+        prefix = f"patch tokens, or these after {num_prefix_tokens} class and register tokens"
+        raise ValueError(
+            f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
+            f"axes) and {accepted[1]} (batch, patches, axes), {prefix if num_prefix_tokens else 'patch tokens only'}."
+        )
+
+
+def check_coordinates(config, positions: torch.Tensor) -> None:
+    """Raises `ValueError` if the user's `positions` are not floating point or not finite; warns of degrees."""
+    if not positions.is_floating_point():
+        raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
+    if values_are_unknown(positions):
+        return
+    if not torch.isfinite(positions).all():
+        raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
+    if config.rotary_init == "so3" and (positions.detach().norm(dim=-1) > 2 * math.pi).any():
+        logger.warning_once(
+            "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
+            "torch.deg2rad converts degrees."
+        )
+
+
+def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """
+    (…, N, C) values of tokens, with or without prefix tokens, and zeros for hidden tokens: the values there, even
+    infinity and NaN, reach neither outputs nor gradients.
+
+    Args:
+        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all samples hide them.
+    """
+    if visible is None:
+        return values
+    visible = visible.to(values.device, torch.bool)  # (B, N)
+    if values.ndim == 2 or values.shape[0] != len(visible):
+        visible = visible.any(dim=0)  # (N,)
+    visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)  # (…, N)
+    return values.masked_fill(~visible.unsqueeze(-1), 0)  # (…, N, C)
