@@ -1,4 +1,4 @@
-"""Makes the one file of code that is saved with a checkpoint, from the modules of `models` that it needs."""
+"""Makes one file of several modules: the code that is saved with a checkpoint, and the layer for people who copy."""
 
 import ast
 import builtins
@@ -12,6 +12,15 @@ from .version import __version__
 
 
 HEAD = f"{MARK}{__version__}; `pip install .` in a clone of it adds fast kernels and all encodings.\n"
+PACKAGE = MODELS.parent
+LAYER_HEAD = """\
+# A layer of hf_liere {version} that needs torch alone. The package has it with kernels, other encodings, starts at
+# any RoPE (`like`) and folding. Parameters have the same names and values there: `layer.encoding.load_state_dict`.
+#
+#     from {module} import {name}, grid_positions
+#     rotary = {name}(num_heads=8, head_dim=64, num_axes={axes})
+#     query, key = rotary(query, key, positions)  # (B, 8, N, 64) each, positions (N, {axes}) or (B, N, {axes})
+"""
 
 
 class Module(NamedTuple):
@@ -54,7 +63,30 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
         rooms.setdefault(module.path.parent, []).extend(room for room in below if room != module.path.parent)
     order = in_order(rooms, rooms)
     by_room = sorted(in_order(siblings, needed), key=lambda name: order.index(modules[name].path.parent))
-    return _join([modules[name] for name in dict.fromkeys([*in_order(siblings, needed[:1]), *by_room])])
+    return _join([modules[name] for name in dict.fromkeys([*in_order(siblings, needed[:1]), *by_room])], HEAD)
+
+
+def make_layer(position_encoding: str, module: str) -> str:
+    """
+    The code of a layer in plain PyTorch, see [`plain.lie_rotary`], for a file that needs torch alone.
+
+    Args:
+        module: The name of the file without its end.
+
+    Raises:
+        ValueError: for an encoding that does not rotate.
+    """
+    from .models.encoding.encoding_traits import ENCODING_TRAITS, check_encoding
+    from .plain import PLAIN_ENCODINGS
+
+    check_encoding(position_encoding, PLAIN_ENCODINGS)
+    kind, axes = PLAIN_ENCODINGS[position_encoding], ENCODING_TRAITS[position_encoding].num_axes or 2
+    paths = [*PACKAGE.glob("plain/*.py"), MODELS / "rotation" / "spins.py"]
+    modules = {path.stem: _read(path) for path in paths if path.name != "__init__.py"}
+    siblings = {name: read.siblings for name, read in modules.items()}
+    order = in_order(siblings, ["lie_rotary", kind.__module__.rpartition(".")[2]])
+    head = LAYER_HEAD.format(version=__version__, module=module, name=kind.__name__, axes=axes)
+    return _join([modules[name] for name in order], head)
 
 
 def in_order(graph: Mapping[Any, Iterable], starts: Iterable) -> list:
@@ -114,7 +146,7 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
 
 
-def _join(modules: list[Module]) -> str:
+def _join(modules: list[Module], head: str) -> str:
     # What each name is and where; a module may mean the builtin whose name another one has.
     known: dict[str, tuple[str, str]] = dict.fromkeys(vars(builtins), ("", "Python"))
     imports: dict[str, set[str]] = {}
@@ -125,12 +157,12 @@ def _join(modules: list[Module]) -> str:
             _bind(known, name, statement, module)
             imports.setdefault(source, set()).add(what)
         kept = [code for names, code in module.statements if all(_bind(known, name, code, module) for name in names)]
-        place = Path("hf_liere", "models", module.path.relative_to(MODELS)).as_posix()
+        place = Path("hf_liere", module.path.relative_to(PACKAGE)).as_posix()
         comment = "\n".join(f"# {line}".rstrip() for line in [f"From {place}:", *module.docstring.splitlines()])
         sections.append(f"{comment}\n\n" + "\n".join(kept).strip("\n") + "\n")
     lines = [f"import {what}" for what in sorted(imports.pop("", ()))]
     lines += [f"{source}import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
-    return "\n\n".join([HEAD + "\n" + "\n".join(lines) + "\n", *sections])
+    return "\n\n".join([head + "\n" + "\n".join(lines) + "\n", *sections])
 
 
 def _bind(known: dict[str, tuple[str, str]], name: str, code: str, module: Module) -> bool:

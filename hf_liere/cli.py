@@ -345,6 +345,23 @@ def run_card(facts: str) -> str:
 
 
 @command(
+    "write a layer with learned rotations as one file that needs torch alone",
+    "Write a layer for people who copy code: its equations in plain PyTorch, as the package's LieRotaryEmbedding "
+    "computes them.",
+    argument("kind", "what to write", choices=["layer"]),
+    argument("output", "file to write, such as lie_rotary.py; it must not exist"),
+    argument("--position_encoding", "a rotary encoding (liere)"),
+)
+def run_bundle(kind: str, output: str, position_encoding: str = "liere") -> str:
+    from .bundles import make_layer
+
+    code = make_layer(position_encoding, Path(output).stem)
+    with open(output, "x", encoding="utf-8") as file:
+        file.write(code)
+    return f"{output}: {len(code.splitlines())} lines"
+
+
+@command(
     "print what a bug report needs: versions, hardware, and which kernels are used",
     "Print versions, hardware, environment variables (no tokens), and which kernels or plain operations compute each "
     "function, with the reason where no kernel does.",

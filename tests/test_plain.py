@@ -1,10 +1,15 @@
 """Encodings in plain PyTorch: those of the layer, with the same parameters, starts and gradients."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 from encoding_cases import ENCODINGS, block_size, on_axes
 
 import hf_liere
+from hf_liere.cli import main
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import COORDINATES
 from hf_liere.plain import PLAIN_ENCODINGS, grid_positions
@@ -99,3 +104,54 @@ def test_wrong_input_is_refused(encoding):
         rotary(states, states, torch.ones(9, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"\(1, 3, 9, 16\)"):
         rotary(states[:, :3], states, torch.rand(9, 2))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_layer_for_people_who_copy_needs_torch_alone(encoding, tmp_path):
+    """The values and gradients of the package, in a process without it, transformers and numpy."""
+    assert main(["bundle", "layer", str(tmp_path / "lie_rotary.py"), "--position_encoding", encoding]) == 0
+    code = (tmp_path / "lie_rotary.py").read_text(encoding="utf-8")
+    assert len(code.splitlines()) <= 900 and not re.search(
+        r"^(?:from|import) (?!torch|math|collections|typing)", code, re.M
+    )
+    kind = PLAIN_ENCODINGS[encoding]
+    plain = kind(2, 32, 2)
+    query, positions = torch.randn(1, 2, 6, 32), grid_positions((2, 3), plain.coordinates)
+    torch.save((plain.state_dict(), query), tmp_path / "given.pt")
+    (tmp_path / "run.py").write_text(
+        f"""
+import sys
+sys.modules |= dict.fromkeys(("hf_liere", "transformers", "numpy", "huggingface_hub"))
+import torch
+from lie_rotary import {kind.__name__}, grid_positions
+state, query = torch.load("given.pt", weights_only=True)
+rotary = {kind.__name__}(2, 32, 2)
+rotary.load_state_dict(state)
+rotated, _ = rotary(query, query, grid_positions((2, 3), rotary.coordinates))
+gradients = []
+if state:
+    rotated.square().mul(torch.linspace(-1, 1, rotated.numel()).view_as(rotated)).sum().backward()
+    gradients = [parameter.grad for parameter in rotary.parameters()]
+torch.save((rotated.detach(), gradients), "found.pt")
+"""
+    )
+    subprocess.run(
+        [sys.executable, "-I", "-c", "import sys; sys.path[:0] = ['.']; import run"], cwd=tmp_path, check=True
+    )
+    rotated, of_file = torch.load(tmp_path / "found.pt", weights_only=True)
+    layer = hf_liere.LieRotaryEmbedding(2, 32, 2, encoding)
+    layer.encoding.load_state_dict(plain.state_dict())
+    expected, _ = layer(query, query, positions)
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-5)
+    if of_file:
+        expected.square().mul(torch.linspace(-1, 1, expected.numel()).view_as(expected)).sum().backward()
+        for found, parameter in zip(of_file, layer.encoding.parameters(), strict=True):
+            assert (found - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
+
+
+def test_what_cannot_be_written_is_refused(tmp_path, capsys):
+    path = tmp_path / "lie_rotary.py"
+    assert main(["bundle", "layer", str(path), "--position_encoding", "lier"]) == 1
+    assert "the closest is 'liere'" in capsys.readouterr().err and not path.exists()
+    path.write_text("mine")
+    assert main(["bundle", "layer", str(path)]) == 1 and path.read_text() == "mine"
