@@ -130,7 +130,7 @@ rotary.load_state_dict(state)
 rotated, _ = rotary(query, query, grid_positions((2, 3), rotary.coordinates))
 gradients = []
 if state:
-    rotated.square().mul(torch.linspace(-1, 1, rotated.numel()).view_as(rotated)).sum().backward()
+    rotated.mul(torch.linspace(-1, 1, rotated.numel()).view_as(rotated)).sum().backward()
     gradients = [parameter.grad for parameter in rotary.parameters()]
 torch.save((rotated.detach(), gradients), "found.pt")
 """
@@ -144,7 +144,7 @@ torch.save((rotated.detach(), gradients), "found.pt")
     expected, _ = layer(query, query, positions)
     torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-5)
     if of_file:
-        expected.square().mul(torch.linspace(-1, 1, expected.numel()).view_as(expected)).sum().backward()
+        expected.mul(torch.linspace(-1, 1, expected.numel()).view_as(expected)).sum().backward()
         for found, parameter in zip(of_file, layer.encoding.parameters(), strict=True):
             assert (found - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
 
