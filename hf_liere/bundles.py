@@ -13,6 +13,18 @@ from .version import __version__
 
 HEAD = f"{MARK}{__version__}; `pip install .` in a clone of it adds fast kernels and all encodings.\n"
 PACKAGE = MODELS.parent
+GUIDE = """
+# How a token is rotated, in the order of a forward pass; the rest computes this fast, with gradients, and saves it:
+#
+#     LieREPixelModel.forward   cuts the image into patches; place_input gives each of the N tokens its coordinates p
+#     RotaryEncoding.forward    R(p) = exp(Σ_a p_a A_a) for all layers at once; skew makes the A_a from the parameters
+#     LieREAttention.forward    q ← R(p) q and k ← R(p) k, by BlockRotation.rotate or PlaneRotation.rotate
+#
+# In plain PyTorch, for one layer (A axes, H heads, K blocks of size b in a head):
+#
+#     R = torch.matrix_exp(torch.einsum("na,ahkij->hnkij", p, A))  # (H, N, K, b, b)
+#     q = torch.einsum("hnkij,bhnkj->bhnki", R, q.unflatten(-1, (K, b))).flatten(-2)  # and k alike, (B, H, N, K b)
+"""
 LAYER_HEAD = """\
 # A layer of hf_liere {version} that needs torch alone. The package has it with kernels, other encodings, starts at
 # any RoPE (`like`) and folding. Parameters have the same names and values there: `layer.encoding.load_state_dict`.
@@ -52,7 +64,7 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
     Raises:
         ValueError: if two of the modules that it needs use a name for different things.
     """
-    modules = read_modules()
+    modules, head = read_modules(), HEAD + GUIDE * code_file.startswith("modeling_liere")
     place = {name: module for module, read in modules.items() for names, _ in read.statements for name in names}
     needed = [*(place[name] for name in classes if name in place), code_file]
     needed += [part.__module__.rpartition(".")[2] for part in parts]
@@ -63,7 +75,7 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
         rooms.setdefault(module.path.parent, []).extend(room for room in below if room != module.path.parent)
     order = in_order(rooms, rooms)
     by_room = sorted(in_order(siblings, needed), key=lambda name: order.index(modules[name].path.parent))
-    return _join([modules[name] for name in dict.fromkeys([*in_order(siblings, needed[:1]), *by_room])], HEAD)
+    return _join([modules[name] for name in dict.fromkeys([*in_order(siblings, needed[:1]), *by_room])], head)
 
 
 def make_layer(position_encoding: str, module: str) -> str:

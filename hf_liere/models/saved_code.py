@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 
-# Of the mixin, whose classes have another base as well.
+# Classes with the mixin below have this base too; type checkers need to know.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig as SavedBase
 else:
@@ -16,7 +16,7 @@ else:
 
 # The package's folder, or that of a checkpoint's code.
 MODELS = Path(__file__).parent
-# The first line of every file of code that a save writes begins with it.
+# Every file of code that a save writes begins with this.
 MARK = "# Code of hf_liere "
 # References to our classes, also in checkpoints whose code is in many files.
 OURS = re.compile(r"(?:configuration_liere|modeling_liere\w*|modeling_patched|video_processing_liere)\.(\w+)")

@@ -11,7 +11,7 @@ import torch
 from ..saved_code import Parts
 
 
-# Initial values with a frequency per plane; the drawn ones have one distribution of all entries.
+# Starts that give every plane a frequency; in the drawn ones, all entries have one distribution.
 SPECTRA = ("frequencies", "golden_gate")
 AXIAL = "axial"
 DRAWN = ("uniform", "normal", "zeros")

@@ -44,15 +44,15 @@ def place_patches(
     """
     if not config.uses_positions:
         return None
-    (num_prefix_tokens, centre), train_grid, dtype = config.prefix, config.train_grid, working_dtype(device)
+    (num_prefix_tokens, prefix_coordinate), train_grid, dtype = config.prefix, config.train_grid, working_dtype(device)
     if extents is None:
         # (P + N, A)
         return TokenPositions.from_grid(
-            grid, train_grid, config.coordinates, num_prefix_tokens, centre, offsets, device, dtype
+            grid, train_grid, config.coordinates, num_prefix_tokens, prefix_coordinate, offsets, device, dtype
         )
     indices = patch_indices(grid, offsets, device, dtype)  # (…, N, A)
     patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
-    return TokenPositions.from_coordinates(patches, num_prefix_tokens, centre)  # (1 or B, P + N, A)
+    return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)  # (1 or B, P + N, A)
 
 
 def place_input(

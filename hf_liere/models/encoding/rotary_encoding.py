@@ -8,9 +8,8 @@ from transformers import initialization as init
 
 from ..fast.closed_forms import plane_rotations
 from ..fast.dispatch import working_dtype
-from ..fast.exponentials import layer_block_rotations
 from ..fast.scaling_and_squaring import Rays
-from ..rotation.exponential import skew, skew_entries
+from ..rotation.exponential import layer_block_rotations, skew, skew_entries
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from ..rotation.spins import representation
@@ -161,7 +160,7 @@ class LieRE(RotaryEncoding):
     in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
 
     Attributes:
-        generators: (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
+        generators: Entries of the A_a below the diagonal, (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
             285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
     """
 
@@ -206,7 +205,7 @@ class LieRE(RotaryEncoding):
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
         # Half types of parameters are float32 in rotations.
         at_once = num_layers == 1 or elements * max(entries.itemsize, 4) <= ALL_LAYERS_BYTES
-        # Positions of no grid will not return.
+        # Only grids are likely to come back.
         key = (facts, layers.start, dtype) if at_once and facts is not None else None
 
         # Graphs of torch 2.9 cannot evaluate this annotation on Python 3.10.

@@ -17,14 +17,14 @@ from .scaling_and_squaring import (
 )
 
 
-def layer_block_rotations(
+def exponentiate(
     positions: torch.Tensor,
     generators: torch.Tensor,
     dtype: torch.dtype = torch.float32,
     rays: Rays | None = None,
     query_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """[`block_rotations`] of (A, G, K, b, b) generators, as a (P, K, b, b) tensor for each of the G."""
+    """[`exponential.layer_block_rotations`], by the fastest way for the size of blocks and the kind of graph."""
     if (size := generators.shape[-1]) in CLOSED_FORMS:
         if (rotate := CLOSED_FORMS[size]) is None:
             raise ValueError(f"block_size={size} is not in the code of this checkpoint; install hf_liere.")

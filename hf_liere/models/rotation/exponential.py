@@ -1,9 +1,35 @@
-"""The rotations of dense blocks that generators generate: the matrix exponential."""
+"""The rotations of blocks: exponentials of skew-symmetric generators."""
 
 import torch
 
-from ..fast.exponentials import layer_block_rotations
+from ..fast.exponentials import exponentiate
 from ..fast.scaling_and_squaring import Rays
+
+
+def layer_block_rotations(
+    positions: torch.Tensor,
+    generators: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    rays: Rays | None = None,
+    query_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """
+    R(p) = exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3): what `torch.matrix_exp` of
+    `torch.einsum("pa,agkij->gpkij", positions, generators)` computes, faster, in closed form for b = 3 and 4 and by
+    scaling and squaring for others, with a gradient of its own.
+
+    Args:
+        positions: (P, A) in the working type, of P tokens.
+        generators: (A, G, K, b, b), skew-symmetric, of G layers and K blocks of all heads.
+        dtype: Type of the result.
+        rays: Which positions are multiples of others, if known: R(kp) = R(p)ᵏ.
+        query_dtype: Type of the queries and keys, by default `dtype`: for half types products are float32 where that
+            adds less than a tenth of their rounding.
+
+    Returns:
+        (P, K, b, b) rotations in `dtype` for each of the G layers.
+    """
+    return exponentiate(positions, generators, dtype, rays, query_dtype)
 
 
 def block_rotations(
@@ -13,21 +39,7 @@ def block_rotations(
     rays: Rays | None = None,
     query_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """
-    exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), in closed form for b = 3 and 4, and by scaling and squaring
-    with the gradient of `exponential_gradient` for others.
-
-    Args:
-        positions: (P, A) in the working type.
-        generators: (A, …, K, b, b), skew-symmetric.
-        dtype: Type of the result.
-        rays: Which positions are multiples of others, if known.
-        query_dtype: Type of the queries and keys, by default `dtype`: for half types products are float32 where that
-            adds less than a tenth of their rounding.
-
-    Returns:
-        (…, K, P, b, b) rotations in `dtype`. The memory order is (…, P, K, b, b).
-    """
+    """[`layer_block_rotations`] of (A, …, K, b, b) generators: (…, K, P, b, b), in memory (…, P, K, b, b)."""
     leading = generators.shape[1:-3]
     layers = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])  # (A, G, K, b, b)
     rotations = layer_block_rotations(positions, layers, dtype, rays, query_dtype)

@@ -250,7 +250,7 @@ class LearnedRotations(nn.Module):
 
     def __init__(self):
         super().__init__()
-        # The type of the model, which fixed rotations have no parameter to show.
+        # The type of the model. Fixed rotations have no parameter that shows it.
         self.model_dtype = torch.get_default_dtype()
 
     @staticmethod

@@ -16,7 +16,7 @@ from hf_liere.models.fast import exponentials, quaternions
 from hf_liere.models.fast.closed_forms import CLOSED_FORMS
 from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import block_rotations_backward
-from hf_liere.models.fast.exponentials import layer_block_rotations
+from hf_liere.models.fast.exponentials import exponentiate
 from hf_liere.models.fast.quaternions import quaternion_rotations_backward
 from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
 from hf_liere.models.fast.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
@@ -159,9 +159,9 @@ def test_exponentials_in_a_graph_are_those_outside(implementation, fresh_compile
         value = sum((rotation * weight).sum() for rotation in rotations)
         return (*rotations, *torch.autograd.grad(value, generators))
 
-    compiled = torch.compile(layer_block_rotations, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(exponentiate, backend="aot_eager", fullgraph=True)
     # The same code runs in both, but for the squares, which a graph computes again where there are many.
-    for ours, expected in zip(loss(compiled), loss(layer_block_rotations), strict=True):
+    for ours, expected in zip(loss(compiled), loss(exponentiate), strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -279,7 +279,7 @@ def test_autocast_changes_no_operator(implementation, inputs):
 
     def results():
         rotated = [*rotate_query_key(query, key, cos_sin), *rotate_query_key(query, key, blocks)]
-        return *rotated, *layer_block_rotations(positions, generators)
+        return *rotated, *exponentiate(positions, generators)
 
     expected = results()
     with torch.autocast("cpu", dtype=torch.bfloat16):
