@@ -160,8 +160,8 @@ class LieRE(RotaryEncoding):
     in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
 
     Attributes:
-        generators: Entries of the A_a below the diagonal, (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
-            285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
+        generators: Entries of the A_a below the diagonal, (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D:
+            9,216 / 27,648 / 64,512 / 138,240 / 285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
     """
 
     def __init__(self, config, num_axes: int):
