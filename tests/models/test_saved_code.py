@@ -253,8 +253,8 @@ def test_a_name_for_two_things_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         bundles, "read_modules", lambda: {name: bundles._read(tmp_path / f"{name}.py") for name in "abc"}
     )
-    monkeypatch.setattr(bundles, "MODELS", tmp_path)
-    assert make_code("b", []).endswith("# From hf_liere/models/b.py:\n# B.\n\nY = X\n")
+    monkeypatch.setattr(bundles, "PACKAGE", tmp_path)
+    assert make_code("b", []).endswith("# From hf_liere/b.py:\n# B.\n\nY = X\n")
     with pytest.raises(ValueError, match="a.py and c.py go to one file, and X is a name of something in both"):
         make_code("c", [])
 
