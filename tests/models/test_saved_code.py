@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from fresh_process import run_code
-from hub_client import WRITE
+from fresh_process import WITHOUT_PACKAGE, run_code
+from hub_client import WRITE, finish, start
 from huggingface_hub import HfApi
 from patching_cases import build as build_plain
 from patching_cases import randomize
@@ -137,6 +137,28 @@ def test_configurations_and_processors_are_sent_with_their_code(kind, tiny, hub,
         api.snapshot_download(f"tester/{name}", local_dir=tmp_path / name / "downloaded")
         assert_code_is_complete(tmp_path / name / "downloaded")
         assert names <= {path.name for path in (tmp_path / name / "downloaded").iterdir()}
+
+
+FROM_THE_HUB = """
+import torch, transformers
+model = transformers.{auto}.from_pretrained("tester/{kind}", trust_remote_code=True)
+if {processor}:
+    transformers.AutoVideoProcessor.from_pretrained("tester/{kind}", trust_remote_code=True)
+print(type(model).__module__.partition(".")[0])
+"""
+
+
+@pytest.mark.parametrize("kind, warnings", [("image", 1), ("video", 2), ("clip_vision", 1)])
+def test_one_file_is_one_warning_to_a_reader_without_the_package(kind, warnings, tiny, tiny_video, hub, tmp_path):
+    """transformers asks to check each file of code that it downloads; a processor has its own."""
+    model, _ = make(kind, tiny, tiny_video)
+    model.push_to_hub(f"tester/{kind}", token=WRITE)
+    if kind == "video":
+        LieREVideoProcessor().push_to_hub(f"tester/{kind}", token=WRITE)
+    code = WITHOUT_PACKAGE + FROM_THE_HUB.format(auto=KINDS[kind], kind=kind, processor=kind == "video")
+    printed, logged = finish(start(["-c", code], hub, tmp_path, token=None))
+    assert printed.split() == ["transformers_modules"]
+    assert logged.count("do not contain any added malicious code") == warnings
 
 
 def test_references_to_a_repository_are_not_saved(tiny, tmp_path):
