@@ -322,7 +322,18 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
         # (A, layers, 1, planes, 1)
         learned = {"generators": (frequencies.unsqueeze(1) * factors).unsqueeze(2).unsqueeze(-1)}
     planes = list(range(frequencies.shape[-1]))
-    described = SimpleNamespace(position_encoding=encoding, block_size=size, head_dim=2 * len(planes))
+    _, made = projected_states(projected, attentions[0])
+    described = SimpleNamespace(
+        position_encoding=encoding,
+        block_size=size,
+        head_dim=2 * len(planes),
+        num_attention_heads=made.shape[1],
+        share_heads=encoding == "rope_mixed",
+        rotary_init_scale=1.0,
+        rope_theta=10000.0,
+        spins=None,
+        relative_axis=fields.get("relative_axis"),
+    )
     if encoding == "comrope_ap" and len(frequencies) == 2:
         # Two planes of the rows, two of the columns, and so on.
         planes = [0, 1, 4, 5, 2, 3, 6, 7]
