@@ -15,34 +15,28 @@ from typing import Any, NoReturn, TypeAlias
 
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
 
-SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip", "dinov3")
 UPGRADED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld", "cayley_string", "circulant_string")
 UPGRADED_ENCODINGS += ("liere_product",)
 # For each option of `convert`, the kinds of source that take it and the values that each accepts.
 CONVERT_OPTIONS = {
-    "axis_order": "naver, timm: columns_first or rows_first",
     "axis_scale": "comrope: true or false",
     "cls_position": "comrope: a number",
-    "hidden_act": "comrope, naver, timm, vit, clip, dinov3: an activation of transformers, such as gelu or quick_gelu",
-    "image_size": "liere, comrope, naver, timm, vit, clip, dinov3: a number, or a list of one for each axis",
+    "hidden_act": "comrope, naver: an activation of transformers, such as gelu or quick_gelu",
+    "image_size": "liere, comrope, naver: a number, or a list of one for each axis",
     "layer_generators": "liere: official or paper",
-    "layer_norm_eps": "comrope, naver, timm, vit, clip, dinov3: a positive number",
-    "num_attention_heads": "comrope, naver, timm, vit, clip, dinov3: a number that divides the width",
+    "layer_norm_eps": "comrope, naver: a positive number",
+    "num_attention_heads": "comrope, naver: a number that divides the width",
     "num_axes": "liere, comrope: 2 (images) or 3 (volumes, videos)",
     "num_channels": "liere: a number",
     "num_frames": "comrope: a number",
     "patch_size": "liere: a number, or a list of one for each axis",
-    "pooling": "liere, naver, timm: cls or mean",
+    "pooling": "liere: cls or mean",
     "position_encoding": (
         "liere: liere, rope_mixed, absolute or visionllama; "
         "comrope: liere, comrope-ap, comrope-ld, vanilla-rope, raw or none; "
-        "naver, timm: mixed, axial, absolute or none"
+        "naver: mixed, axial or absolute"
     ),
-    "position_jitter": "dinov3: a number of at least 1",
-    "position_rescale": "dinov3: a number of at least 1",
-    "position_shift": "dinov3: a number of at least 0",
-    "reference_grid": "naver, timm: a number of patches, or a list of two",
-    "rope_theta": "naver, timm, dinov3: a positive number",
+    "rope_theta": "naver: a positive number",
     "scale_factor": "comrope: a number",
     "theta_base": "comrope: a positive number",
 }
@@ -101,14 +95,16 @@ TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its mode
 
 
 @command(
-    "convert an official or pretrained checkpoint to a directory that from_pretrained reads",
-    "Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options supply what the "
-    "tensor shapes do not determine; their defaults are in the documentation of hf_liere.conversion.checkpoints. No "
-    "code of the checkpoint runs.",
+    "convert an official checkpoint to a directory that from_pretrained reads",
+    "Convert a checkpoint of the authors of LieRE, ComRoPE or rope-vit. The options supply what the tensor shapes do "
+    "not determine; their defaults are in the documentation of hf_liere.conversion.checkpoints. No code of the "
+    "checkpoint runs. Models of transformers and timm, such as CLIP, are not converted: hf_liere.patch gives them "
+    "learned rotations.",
     argument("checkpoint", "file, directory or repository on the Hub", nargs="?"),
     argument("output", NEW_DIRECTORY, nargs="?"),
-    argument("--list", "print known repositories with their kinds and options", action="store_true", dest="lists"),
-    argument("--source", "kind of the checkpoint, where its tensor names do not determine it", choices=SOURCES),
+    argument("--list", "print known repositories with their options", action="store_true", dest="lists"),
+    # Without `choices`, so that the refusal of a kind that is patched says so.
+    argument("--source", "liere, comrope or naver, where tensor names do not determine it", metavar="KIND"),
     REVISION,
     argument("--image_mean", "mean of each channel in training", type=float, nargs="+", metavar="MEAN"),
     argument("--image_std", "deviation of each channel", type=float, nargs="+", metavar="STD"),
@@ -116,9 +112,9 @@ TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its mode
 )
 def run_convert(checkpoint: str | None = None, output: str | None = None, lists: bool = False, **options: Any) -> str:
     if lists:
-        from .conversion.known import list_repositories
+        from .conversion.known import KNOWN_REPOSITORIES
 
-        return list_repositories()
+        return KNOWN_REPOSITORIES
     if checkpoint is None or output is None:
         raise ValueError("accepted are a checkpoint and the directory to write, or --list.")
     from .convert import convert_checkpoint
@@ -129,11 +125,11 @@ def run_convert(checkpoint: str | None = None, output: str | None = None, lists:
 
 @command(
     "give a model a more general position encoding or another image size without changing its outputs",
-    "Write a model that computes the same as a checkpoint and has more to learn: a pretrained ViT with rotations that "
-    "start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. The documentation of "
+    "Write a model that computes the same as a checkpoint and has more to learn: absolute positions with rotations "
+    "that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. The documentation of "
     "hf_liere.conversion.upgrades lists the upgrades that exist; others are refused with the reason. No code of the "
     "checkpoint runs.",
-    argument("checkpoint", "a model of this package, or a checkpoint that `hf-liere convert` reads"),
+    argument("checkpoint", "a model of this package, such as `hf-liere convert` writes"),
     argument("output", NEW_DIRECTORY),
     argument("--position_encoding", "of the new model", choices=UPGRADED_ENCODINGS),
     argument("--block_size", "of its generators; without it the usual one of the encoding", type=int),

@@ -1,5 +1,5 @@
 """
-Writes complete model folders, from weights to card: `hf-liere convert` for checkpoints of other projects, and `hf-liere
+Writes complete model folders, from weights to card: `hf-liere convert` for the papers' checkpoints, and `hf-liere
 upgrade` for models with a more general position encoding.
 
 `conversion/` converts and `hub/` renders cards; this file combines them.
@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .auto import load_checkpoint
 from .conversion.base import ConversionError
-from .conversion.checkpoints import Conversion, convert_state_dict, load_or_convert
+from .conversion.checkpoints import Conversion, convert_state_dict, require_source
 from .conversion.reading import json_beside, locate, read_checkpoint
 from .conversion.rebuilding import resize_input
 from .conversion.upgrades import upgrade_encoding
 from .hub.cards import render_card
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
-from .models.transformer.configuration_liere import LieREPixelConfig
+from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
 from .models.transformer.modeling_liere import LieREPreTrainedModel
 from .storage.saved_model import SavedModel, file_digest
 from .storage.targets import new_directory
@@ -64,6 +65,8 @@ def convert_checkpoint(
         HubError: as [`read_checkpoint`].
         FileExistsError: if `output` is there and not an empty directory.
     """
+    if source is not None:
+        require_source(source)
     with new_directory(output) as partial:
         local = locate(checkpoint, revision)
         tensors, source_config = read_checkpoint(local)
@@ -88,7 +91,7 @@ def upgrade_checkpoint(
     computes, and write it as a directory that `from_pretrained` reads.
 
     Args:
-        checkpoint: A model of ours, or what [`convert_checkpoint`] converts without options.
+        checkpoint: An image or video model of ours, such as [`convert_checkpoint`] writes.
         output: The directory; it must not exist, or be empty.
         position_encoding: As for [`upgrade_encoding`]; `None` keeps the encoding.
         image_size: As for [`resize_input`]; `None` keeps the size.
@@ -97,7 +100,7 @@ def upgrade_checkpoint(
 
     Raises:
         ConversionError: if nothing would change, or no such model computes the same function, with the reason.
-        InputError, HubError: as [`load_or_convert`].
+        CheckpointError, HubError: as [`load_checkpoint`].
         FileExistsError: if `output` is there and not an empty directory.
     """
     if position_encoding is None and image_size is None:
@@ -106,13 +109,14 @@ def upgrade_checkpoint(
         raise ConversionError(f"{', '.join(options)} describe a position encoding: please give position_encoding too.")
     with new_directory(output) as partial:
         local = locate(checkpoint, revision)
-        statistics = _statistics(local, json_beside(local, "config.json"))
-        model = load_or_convert(checkpoint, revision)
-        if not isinstance(model.config, LieREPixelConfig):
+        kind = (json_beside(local, "config.json") or {}).get("model_type")
+        if not local.is_dir() or kind not in (LieREViTConfig.model_type, LieREVideoConfig.model_type):
             raise ConversionError(
-                f"{checkpoint} is a token model, which has neither images nor a card; accepted are models of images "
-                "and videos. In Python, hf_liere.upgrade_encoding accepts it."
+                f"model_type={kind!r} of {checkpoint}: accepted are LieREViT… and LieREVideo…, which hf-liere convert "
+                "makes of official checkpoints. In Python, hf_liere.upgrade_encoding accepts models of tokens, and "
+                "hf_liere.patch gives models of transformers and timm learned rotations (docs/pretrained.md)."
             )
+        model, _ = load_checkpoint(checkpoint, revision)
         if position_encoding is not None:
             model = upgrade_encoding(model, position_encoding=position_encoding, **options)
         if image_size is not None:
@@ -120,7 +124,7 @@ def upgrade_checkpoint(
         given = {"position_encoding": position_encoding, "image_size": image_size, **options}
         given = ", ".join(f"`{key}={value!r}`" for key, value in given.items() if value is not None)
         notes = f"It computes what the source computes, with {given}. Licence and terms are those of the source."
-        _write(partial, model, statistics, _origin(checkpoint, revision), notes)
+        _write(partial, model, _statistics(local, None), _origin(checkpoint, revision), notes)
     return model
 
 

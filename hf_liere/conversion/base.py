@@ -8,7 +8,7 @@ of our model. `checkpoints.py` documents the options of each source.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,33 +46,17 @@ class SourceTensors:
         self.taken.add(key)
         return tensor
 
-    def any(self, pattern: str) -> bool:
-        return any(re.fullmatch(pattern, key) for key in self.tensors)
-
-    def count(self, pattern: str) -> int:
-        """Number of layers, from the first group of `pattern`."""
+    def count(self, layer: str) -> int:
+        """Number of layers, whose names begin with `layer`, with the number in place of `{}`."""
+        pattern = re.escape(f"{layer}.").replace(r"\{\}", r"(\d+)")
         matches = (re.match(pattern, key) for key in self.tensors)
         layers = {int(match[1]) for match in matches if match}
         if not layers:
-            raise ConversionError(f"The checkpoint has no layers: no tensor's name begins as in {pattern!r}.")
+            raise ConversionError(f"The checkpoint has no layers: no tensor's name begins as in {layer!r}.")
         if layers != set(range(len(layers))):
             missing = sorted(set(range(max(layers))) - layers)
             raise ConversionError(f"The checkpoint has layers up to {max(layers)}, but none of {missing}.")
         return len(layers)
-
-    def rename(self, patterns: Mapping[str, str | Callable[[re.Match], str]]) -> None:
-        """Replace regular expressions in all names; call this before taking tensors."""
-        renamed = {}
-        for key, tensor in self.tensors.items():
-            for pattern, replacement in patterns.items():
-                key = re.sub(pattern, replacement, key)
-            renamed[key] = tensor
-        self.tensors = renamed
-
-    def ignore(self, pattern: str) -> list[str]:
-        ignored = [key for key in self.tensors if key not in self.taken and re.fullmatch(pattern, key)]
-        self.taken.update(ignored)
-        return ignored
 
     def finish(self) -> None:
         if unknown := sorted(set(self.tensors) - self.taken):
@@ -128,70 +112,63 @@ class Source:
                 f"Heads of {self.head_dim} channels are not divisible into planes of {len(self.patch)} axes."
             )
 
-    def take_module(self, official: str, *shape: int | None, bias: bool = True) -> dict[str, torch.Tensor]:
+    def take_module(self, official: str, *shape: int | None) -> dict[str, torch.Tensor]:
         """The weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
         weight = self.tensors.take(f"{official}.weight", *shape)
-        return {"weight": weight} | ({"bias": self.tensors.take(f"{official}.bias", len(weight))} if bias else {})
+        return {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
 
     def put(self, ours: str, **tensors: torch.Tensor) -> None:
         self.encoder |= {f"{ours}.{name}": tensor for name, tensor in tensors.items()}
 
-    def copy(self, ours: str, official: str, *shape: int | None, bias: bool = True) -> None:
+    def copy(self, ours: str, official: str, *shape: int | None) -> None:
         """Copy a module of the encoder, see [`take_module`]."""
-        self.put(ours, **self.take_module(official, *shape, bias=bias))
+        self.put(ours, **self.take_module(official, *shape))
 
-    def copy_layers(self, layer: str, names: Mapping[str, str], without_bias: Iterable[str] = ()) -> None:
+    def copy_layers(self, layer: str, names: Mapping[str, str]) -> None:
         """
         Args:
             layer: Official name of a layer, with `{}` in place of its number.
             names: Maps our names of a layer's modules to the official names.
-            without_bias: Our names of modules without bias.
         """
         size = self.fields["hidden_size"]
         width = len(self.tensors.take(f"{layer.format(0)}.{names['mlp.fc1']}.weight", None, size))
         self.fields["intermediate_size"] = width
-        shapes = {"layernorm_before": (size,), "layernorm_after": (size,), "mlp.fc1": (width, size)}
-        shapes |= {"mlp.gate": (width, size), "mlp.fc2": (size, width)}
+        shapes: dict[str, tuple[int, ...]] = {"layernorm_before": (size,), "layernorm_after": (size,)}
+        shapes |= {"mlp.fc1": (width, size), "mlp.fc2": (size, width)}
         for index in range(self.fields["num_hidden_layers"]):
             for ours, official in names.items():
-                key, shape = f"{layer.format(index)}.{official}", shapes.get(ours, (size, size))
-                self.copy(f"layers.{index}.{ours}", key, *shape, bias=ours not in without_bias)
-
-    def copy_layer_scales(self, official: str, initial: float) -> None:
-        """Copy the scales, at first `initial`, of both branches of every layer, whose numbers fill `official`."""
-        self.fields["layerscale_value"] = initial
-        for index in range(self.fields["num_hidden_layers"]):
-            for branch in (1, 2):
-                scale = self.tensors.take(official.format(index, branch), self.fields["hidden_size"])
-                self.encoder[f"layers.{index}.layer_scale{branch}.scale"] = scale
+                shape = shapes.get(ours, (size, size))
+                self.copy(f"layers.{index}.{ours}", f"{layer.format(index)}.{official}", *shape)
 
     def copy_head(self, official: str) -> None:
         """Copy the linear classifier of this name, if there is one."""
         if f"{official}.weight" in self.tensors:
             self.head = self.take_module(official, None, self.fields["hidden_size"])
 
-    def reorder_heads(self, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Reorder the rows of query and key, which `order` gets as (heads, 2, head_dim / 2, …)."""
-        for key in [key for key in self.encoder if re.search(r"\.[qk]_proj\.", key)]:
-            halves = self.encoder[key].unflatten(0, (self.fields["num_attention_heads"], 2, -1))
-            self.encoder[key] = order(halves).flatten(0, 2)
+    def ignore(self, *names: str) -> None:
+        """Name tensors, if they are there, that do not affect the outputs kept here."""
+        found = [name for name in names if name in self.tensors]
+        self.tensors.taken.update(found)
+        self.ignored += found
 
     def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
         """Set what follows from the patch projection's kernel (hidden_size, channels, *patch) and the options."""
         hidden_size, channels, *patch = kernel.shape
         self.patch, options = tuple(patch), vars(self)
+        heads = given_or_found("num_attention_heads", options["num_attention_heads"], found_heads)
+        heads = heads or max(1, hidden_size // 64)
+        if hidden_size % heads:
+            raise ConversionError(
+                f"A width of {hidden_size} is not divisible into {heads} heads: please give num_attention_heads."
+            )
         self.fields |= {
             "num_channels": channels,
             "hidden_size": hidden_size,
             "num_hidden_layers": layers,
-            "num_attention_heads": number_of_heads(hidden_size, options["num_attention_heads"], found_heads),
+            "num_attention_heads": heads,
             "hidden_act": options["hidden_act"],
             "layer_norm_eps": options["layer_norm_eps"],
         }
-
-    def set_projection(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        """The patch projection: weight (hidden_size, channels, *patch) and bias (hidden_size,)."""
-        self.put("embeddings.patch_embeddings.projection", weight=weight, bias=bias)
 
     def set_shape(self, image: tuple[int, ...]) -> None:
         """Set the fields for patches and inputs of these extents; three axes mean a video configuration."""
@@ -203,42 +180,33 @@ class Source:
         if len(self.patch) == 3:
             self.fields |= {"tubelet_size": self.patch[0], "num_frames": image[0]}
 
-    def set_frequencies(
-        self, frequencies: torch.Tensor, theta: float | None, head_dim: int, scale: Iterable[float] | None = None
-    ) -> None:
+    def set_frequencies(self, frequencies: torch.Tensor, theta: float | None, head_dim: int) -> None:
         """
-        Set fixed frequencies, (planes,) for each axis in turn in a head, times the `scale` of the axis (default 1): as
-        `axial_rope` with base `theta` if its frequencies are the same, else as shared RoPE-Mixed generators.
+        Set fixed frequencies, (planes,) for each axis in turn in a head: as `axial_rope` with base `theta` if its
+        frequencies are the same, else as shared RoPE-Mixed generators.
         """
         axes = len(self.patch)
-        scale = [1.0] * axes if scale is None else list(scale)
-        geometric = theta is not None and 0 < theta < math.inf and len(set(scale)) == 1
-        if geometric and len(frequencies) == head_dim // (2 * axes):
+        if theta is not None and len(frequencies) == head_dim // (2 * axes):
             self.fields |= {"position_encoding": "axial_rope", "rope_theta": theta}
-            if scale[0] != 1:
-                self.fields["rotary_init_scale"] = scale[0]
             return
-        scaled = [frequencies * factor for factor in scale]
         # (axes, axes · planes)
-        entries = torch.block_diag(*[row.unsqueeze(0) for row in scaled])
+        entries = torch.block_diag(*[frequencies.unsqueeze(0)] * axes)
         entries = torch.nn.functional.pad(entries, (0, head_dim // 2 - entries.shape[1]))
         self.fields |= {"position_encoding": "rope_mixed", "share_heads": True, "share_layers": True}
         self.encoder["rotary_encoding.generators"] = entries.view(axes, 1, 1, -1, 1).float()
 
-    def set_square_table(self, table: torch.Tensor, prefix_rows: int, image_size: int | Iterable[int] | None) -> None:
-        """Copy the rows of the class token and the patches from a table that starts with `prefix_rows`."""
-        patches = table.shape[1] - prefix_rows
-        if image_size is None:
-            image_size = tuple(square_root("image_size", patches) * extent for extent in self.patch)
-        image = sizes("image_size", image_size, 2)
-        if math.prod(size // extent for size, extent in zip(image, self.patch)) != patches:
-            raise ConversionError(
-                f"image_size={image} in patches of {self.patch} does not fit a table of {patches} patches."
-            )
-        self.set_shape(image)
-        class_row = table[:, :1] if prefix_rows else table.new_zeros(1, 1, table.shape[-1])
-        rows = [class_row] if "embeddings.cls_token" in self.encoder else []
-        self.encoder["embeddings.position_embeddings"] = torch.cat([*rows, table[:, prefix_rows:]], dim=1)
+    def find_image(self, given: int | Iterable[int] | None, rows: int, is_square: bool = False) -> tuple[int, ...]:
+        """
+        Extents of a training input, whose table has a row for each patch: those of a square unless an option is given.
+        With `is_square`, the table may also be that of a square as wide as the input.
+        """
+        if given is None:
+            given = tuple(square_root("image_size", rows) * extent for extent in self.patch)
+        image = sizes("image_size", given, len(self.patch))
+        grid = tuple(size // extent for size, extent in zip(image, self.patch))
+        if rows not in (math.prod(grid), grid[-1] ** 2 if is_square else None):
+            raise ConversionError(f"image_size={image} has {math.prod(grid)} patches; the table has {rows}.")
+        return image
 
 
 def sizes(name: str, value: int | Iterable[int], axes: int) -> tuple[int, ...]:
@@ -269,16 +237,6 @@ def number_of_axes(given: int | None, found: int | None) -> int:
     if axes not in (2, 3):
         raise ConversionError(f"Inputs of {axes} axes: accepted are 2 (images) and 3 (volumes and videos).")
     return axes
-
-
-def number_of_heads(hidden_size: int, given: int | None, found: int | None = None) -> int:
-    """The number of heads in the checkpoint or the option; without either, heads of 64 channels."""
-    heads = given_or_found("num_attention_heads", given, found) or max(1, hidden_size // 64)
-    if hidden_size % heads:
-        raise ConversionError(
-            f"A width of {hidden_size} is not divisible into {heads} heads: please give num_attention_heads."
-        )
-    return heads
 
 
 def require_one_of(name: str, value: str | None, accepted: Iterable[str | None]) -> None:

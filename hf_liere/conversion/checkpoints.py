@@ -1,13 +1,15 @@
 """
-Official and pretrained checkpoints → ours, with the original implementation's logits.
+Official checkpoints of LieRE, ComRoPE and rope-vit → ours, with the original implementation's logits.
 
 `reading.read_checkpoint` reads a file, directory or Hub repository without executing anything in it.
 `convert_state_dict` turns its tensors into a [`Conversion`]. `hf_liere.convert.convert_checkpoint` (the command
 `hf-liere convert`) writes a directory that `from_pretrained` reads. Weights express most differences between sources,
 so few configuration fields are needed: a missing bias becomes zeros, an absent output projection the identity, another
-order of axes or planes a permutation of query and key rows, LieRE's linear patch projection a convolution, and
-ComRoPE's `scale_factor` a factor of the generators; multipliers shared by heads are repeated, and a table without a
-class token's row gets a row of zeros.
+order of axes a permutation of query and key rows, LieRE's linear patch projection a convolution, and ComRoPE's
+`scale_factor` a factor of the generators; multipliers shared by heads are repeated, and a table without a class token's
+row gets a row of zeros.
+
+Models of transformers and timm are not converted: `hf_liere.patch` gives them learned rotations as what they are.
 
 **Options** supply what the shapes do not determine (defaults in parentheses); the source's `config.json` may contain
 them:
@@ -20,16 +22,10 @@ them:
   heads of 64 channels), `image_size` (from the table, else 14 patches), `num_frames` (from the table, else 8),
   `theta_base` (the paper's 10000^(−2A/head_dim)), `scale_factor` (1), `axis_scale` (`True`), `cls_position` (½),
   `hidden_act` (`quick_gelu`), `layer_norm_eps` (1e-5).
-- `timm` and `naver` (rope-vit), which differ in how a table is resized: `position_encoding` (`mixed` with frequencies,
-  else `absolute` if the table has a row for the class token, else `axial`; `none`), `num_attention_heads` (from timm's
-  frequencies, else heads of 64 channels), `axis_order` (`columns_first`; `rows_first` without a class token),
-  `rope_theta` (100; 10000 for `rows_first`), `reference_grid` (none; 16 × 16 for `rows_first`), `image_size` (square
-  from the table, else 224; 256 for `rows_first`), `pooling` (`mean` with `fc_norm`, else `cls`), `hidden_act` (`gelu`),
-  `layer_norm_eps` (1e-6).
-- `vit` (and DeiT), `clip`: `num_attention_heads` (heads of 64 channels), `hidden_act` (`gelu`; `quick_gelu`),
-  `layer_norm_eps` (1e-12; 1e-5), `image_size` (square, from the table).
-- `dinov3`: `num_attention_heads` (heads of 64 channels), `rope_theta` (100), `hidden_act` (`gelu`), `layer_norm_eps`
-  (1e-5), `image_size` (224), `position_shift` (0), `position_jitter` and `position_rescale` (none).
+- `naver` (rope-vit): `position_encoding` (`mixed` with frequencies, else `axial`; `absolute` must be given),
+  `num_attention_heads` (heads of 64 channels), `rope_theta` (100), `image_size` (square from the table, else 224),
+  `hidden_act` (`gelu`), `layer_norm_eps` (1e-6). Without frequencies the kind must be given, because timm's ViTs have
+  the same names.
 
 **Known repositories** with their options are in `known.py`, printed by `hf-liere convert --list`.
 
@@ -45,7 +41,7 @@ displacements of half the paper's width and does not displace frames; `position_
 Displacements occur only in training.
 """
 
-import os
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -55,32 +51,35 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
-from ..auto import load_checkpoint
-from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
 from ..models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
 from ..models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError, Source, SourceTensors, require_one_of
-from .clip import CLIPSource
 from .comrope import ComRoPESource
-from .dinov3 import DINOv3Source
 from .liere import LieRESource
-from .reading import OWN_MODEL_TYPES, json_beside, locate, read_checkpoint
-from .timm import NaverSource, TimmSource
-from .vit import ViTSource
+from .naver import NaverSource
 
 
-CONVERTERS: dict[str, type[Source]] = {
-    "liere": LieRESource,
-    "comrope": ComRoPESource,
-    "naver": NaverSource,
-    "timm": TimmSource,
-    "vit": ViTSource,
-    "clip": CLIPSource,
-    "dinov3": DINOv3Source,
-}
+CONVERTERS: dict[str, type[Source]] = {"liere": LieRESource, "comrope": ComRoPESource, "naver": NaverSource}
 SOURCES = tuple(CONVERTERS)
+# Kinds that `hf_liere.patch` fine-tunes: the model, `position_encoding` and `rotary_init` of a patch, and the page.
+PATCHED = {
+    "vit": ("a ViT, DeiT or DINOv2 of transformers", "comrope_ld", "zeros", "docs/pretrained.md"),
+    "clip": ("a CLIP or SigLIP of transformers", "comrope_ld", "zeros", "docs/pretrained.md"),
+    "dinov3": ("a DINOv3 of transformers", "rope_mixed", "pretrained", "docs/pretrained.md"),
+    "timm": ("a ViT of timm, or of rope-vit without source='naver'", "comrope_ld", "zeros", "docs/timm.md"),
+}
+# The name of a tensor tells the kind; the first that is there counts.
+TELLING_NAMES = {
+    r"(vision_model\.)?embeddings\.position_embedding\.weight": "clip",
+    r"(vision_model\.)?embeddings\.class_embedding": "comrope",
+    r"to_patch_embedding\.1\.weight": "liere",
+    r"freqs": "naver",
+    r"patch_embed\.proj\.weight": "timm",
+    r"(.*\.)?embeddings\.patch_embeddings\.projection\.weight": "vit",
+    r"embeddings\.patch_embeddings\.weight": "dinov3",
+}
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", Iterable[int]: "a list"}
 
 
@@ -124,11 +123,11 @@ def convert_state_dict(
 
     Raises:
         ConversionError: for unknown or missing tensors, contradictory shapes, values that are not finite, and bad
-            options.
+            options, and for the kinds of models that `hf_liere.patch` fine-tunes.
     """
     tensors = _unwrap(tensors)
     source = source or detect_source(tensors)
-    require_one_of("source", source, SOURCES)
+    require_source(source)
     from_config = options_from_config(source, source_config) if source_config else {}
     options = from_config | {name: value for name, value in options.items() if value is not None}
     require_options(source, options)
@@ -138,7 +137,7 @@ def convert_state_dict(
     fields, is_image = found.fields, len(found.patch) == 2
     if found.head:
         # The last tensor of a classifier is its output bias.
-        fields |= _label_fields(len(list(found.head.values())[-1]), (source_config or {}).get("id2label") or {})
+        fields["num_labels"] = len(list(found.head.values())[-1])
     try:
         config = LieREViTConfig(**fields) if is_image else LieREVideoConfig(**fields)
     except (StrictDataclassError, ValueError) as error:
@@ -150,16 +149,6 @@ def convert_state_dict(
     else:
         model_class, state_dict = LieREViTModel if is_image else LieREVideoModel, found.encoder
     return Conversion(source, config, state_dict, model_class, sorted(found.ignored))
-
-
-def _label_fields(count: int, names: Mapping) -> dict:
-    """Configuration fields of a classifier with `count` classes; names are kept if there is one for each class."""
-    if not isinstance(names, Mapping) or not all(str(index).isdigit() for index in names):
-        raise ConversionError(f"id2label={names!r} beside the checkpoint: accepted are names by their numbers.")
-    if len(names) != count:
-        return {"num_labels": count}
-    named = {int(index): name for index, name in names.items()}
-    return {"num_labels": count, "id2label": named, "label2id": {name: index for index, name in named.items()}}
 
 
 def _unwrap(tensors: Mapping) -> dict[str, torch.Tensor]:
@@ -178,27 +167,29 @@ def _unwrap(tensors: Mapping) -> dict[str, torch.Tensor]:
 
 def detect_source(keys: Iterable[str]) -> str:
     """
-    The kind of a checkpoint, from its tensor names. A naver checkpoint without frequencies has timm's names; the two
-    kinds resize a learned table differently.
+    The kind of a checkpoint, from its tensor names: one of [`SOURCES`] or [`PATCHED`].
 
     Raises:
         ConversionError: if the names match no kind.
     """
     keys = set(keys)
-    for prefix in ("", "vision_model."):
-        if f"{prefix}embeddings.class_embedding" in keys:
-            return "clip" if f"{prefix}embeddings.position_embedding.weight" in keys else "comrope"
-    if "to_patch_embedding.1.weight" in keys:
-        return "liere"
-    if "patch_embed.proj.weight" in keys:
-        return "naver" if "freqs" in keys else "timm"
-    if any(key.endswith("embeddings.patch_embeddings.projection.weight") for key in keys):
-        return "vit"
-    if "embeddings.patch_embeddings.weight" in keys:
-        return "dinov3"
+    for pattern, source in TELLING_NAMES.items():
+        if any(re.fullmatch(pattern, key) for key in keys):
+            return source
     raise ConversionError(
         f"The tensor names, such as {', '.join(sorted(keys)[:5]) or 'none at all'}, match none of {', '.join(SOURCES)}."
     )
+
+
+def require_source(source: str) -> None:
+    """Raise [`ConversionError`] for a kind that is not converted, with what to do instead."""
+    if source in PATCHED:
+        model, encoding, start, page = PATCHED[source]
+        raise ConversionError(
+            f"Kind {source!r}, {model}, is not converted but patched: load the model as usual and call hf_liere.patch("
+            f"model, hf_liere.RotaryPatchConfig(position_encoding={encoding!r}, rotary_init={start!r})), see {page}."
+        )
+    require_one_of("source", source, SOURCES)
 
 
 def require_options(source: str, options: Mapping) -> None:
@@ -228,30 +219,6 @@ def _has_type(value: object, kind: Any) -> bool:
 def options_from_config(source: str, source_config: Mapping) -> dict:
     """The options in the `config.json` beside a checkpoint; the rest of the file is not used."""
     try:
-        # CLIP's configuration nests that of its vision tower.
-        return CONVERTERS[source].stated_options(dict(source_config) | (source_config.get("vision_config") or {}))
+        return CONVERTERS[source].stated_options(source_config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConversionError(f"config.json beside the checkpoint cannot be interpreted: {error}") from error
-
-
-def load_or_convert(checkpoint: str | os.PathLike, revision: str | None = None) -> LieREPreTrainedModel:
-    """
-    Load one of our models, or convert any checkpoint that [`convert_state_dict`] converts without options.
-
-    Raises:
-        InputError, HubError: as [`read_checkpoint`], [`convert_state_dict`] and [`load_checkpoint`].
-        ConversionError: if it is a patched transformers model.
-    """
-    local = locate(checkpoint, revision)
-    config = json_beside(local, "config.json") or {}
-    kind = str(config.get("model_type"))
-    if local.is_dir() and kind.startswith(TYPE_PREFIX):
-        raise ConversionError(
-            f"{checkpoint} is a {kind}, whose patched encoding cannot be changed; accepted are models of the classes "
-            "LieREViT… and LieREVideo…, and checkpoints that hf-liere convert reads."
-        )
-    if local.is_dir() and kind in OWN_MODEL_TYPES:
-        model, _ = load_checkpoint(checkpoint, revision)
-        return model
-    tensors, source_config = read_checkpoint(local)
-    return convert_state_dict(tensors, source_config=source_config).model()

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from ..models.rotation.exponential import skew_entries
-from .base import ConversionError, number_of_axes, require_one_of
-from .clip import CLIPTower
+from .base import ConversionError, Source, number_of_axes, require_one_of
 
 
+NAMES = {
+    "layernorm_before": "layer_norm1",
+    "layernorm_after": "layer_norm2",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.out_proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
 # Maps the official names of encodings to ours.
 ENCODINGS = {
     "liere": "liere",
@@ -25,7 +34,7 @@ DEFAULT_FRAMES, DEFAULT_PATCHES = 8, 14
 
 
 @dataclass
-class ComRoPESource(CLIPTower):
+class ComRoPESource(Source):
     position_encoding: str | None = None
     num_axes: int | None = None
     num_attention_heads: int | None = None
@@ -49,10 +58,12 @@ class ComRoPESource(CLIPTower):
         return options
 
     def convert(self) -> None:
-        hidden_size, table_key = len(self.take_class_token()), f"{self.prefix}embeddings.position_embedding"
+        class_token = self.tensors.take(f"{self.prefix}embeddings.class_embedding", None)
+        hidden_size, table_key = len(class_token), f"{self.prefix}embeddings.position_embedding"
         table = self.tensors.take(table_key, None, None, None, hidden_size) if table_key in self.tensors else None
         encoding, axes, found_heads = self._encoding(table)
-        self.convert_tower(found_heads, axes)
+        self.encoder["embeddings.cls_token"] = class_token.view(1, 1, -1)
+        self._copy_tower(hidden_size, axes, found_heads)
         self.fields["position_encoding"] = encoding
         self.set_shape(self._image(table))
         coordinates = ("unit_width" if axes == 3 else "unit") if self.axis_scale else "index"
@@ -67,12 +78,30 @@ class ComRoPESource(CLIPTower):
                 "prefix_coordinate": self.cls_position,
             }
             self.encoder["embeddings.position_embeddings"] = table.reshape(1, -1, hidden_size)
-        self.copy("layernorm", f"{self.prefix}post_layernorm", hidden_size)
         self._copy_classifier()
         if encoding == "axial_rope":
             self._set_powers()
         elif found_heads is not None:
             self._set_generators()
+
+    @property
+    def prefix(self) -> str:
+        return "vision_model." if "vision_model.embeddings.class_embedding" in self.tensors else ""
+
+    def _copy_tower(self, hidden_size: int, axes: int, found_heads: int | None) -> None:
+        """Copy everything except class token, positions and classifier."""
+        prefix = self.prefix
+        kernel = self.tensors.take(f"{prefix}embeddings.patch_embedding.weight", hidden_size, None, None, None)
+        if axes == 3:
+            kernel = kernel.unsqueeze(2)
+        layer = f"{prefix}encoder.layers.{{}}"
+        self.set_transformer(kernel, self.tensors.count(layer), found_heads)
+        self.fields |= {"use_pre_layernorm": True, "final_norm": "pooled", "pooling": "cls"}
+        # CLIP's patch projection has no bias.
+        self.put("embeddings.patch_embeddings.projection", weight=kernel, bias=torch.zeros(hidden_size))
+        self.copy("pre_layernorm", f"{prefix}pre_layrnorm", hidden_size)
+        self.copy_layers(layer, NAMES)
+        self.copy("layernorm", f"{prefix}post_layernorm", hidden_size)
 
     def _layer_key(self, index: int, name: str) -> str:
         return f"{self.prefix}encoder.layers.{index}.self_attn.{name}"

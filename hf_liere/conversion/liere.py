@@ -50,14 +50,14 @@ class LieRESource(Source):
         self.fields |= HARD_WIRED | {
             "num_channels": self.num_channels,
             "hidden_size": hidden_size,
-            "num_hidden_layers": self.tensors.count(r"transformer\.layers\.(\d+)\."),
+            "num_hidden_layers": self.tensors.count(LAYER),
             "num_attention_heads": rows // (3 * HEAD_DIM),
             "pooling": "mean_all" if self.pooling == "mean" else "cls",
         }
         # The official linear map reads a patch pixel by pixel, with channels as the fastest axis.
         kernel = projection.view(hidden_size, *self.patch, self.num_channels).movedim(-1, 1)
         bias = self.tensors.take("to_patch_embedding.1.bias", hidden_size)
-        self.set_projection(kernel, bias)
+        self.put("embeddings.patch_embeddings.projection", weight=kernel, bias=bias)
         self.encoder["embeddings.cls_token"] = self.tensors.take("cls_token", 1, 1, hidden_size)
         self._copy_attention()
         self.copy_layers(LAYER, NAMES)
@@ -66,7 +66,7 @@ class LieRESource(Source):
         if OFFICIAL_GENERATORS in self.tensors:
             require_one_of("position_encoding", self.position_encoding, (None, "liere", "rope_mixed"))
             self._set_generators(self.tensors.take(OFFICIAL_GENERATORS, axes, None, None, None, None))
-            self.ignored.append("pos_embedding")
+            self.ignore("pos_embedding")
         else:
             self._set_fixed_encoding(table)
 
@@ -97,23 +97,16 @@ class LieRESource(Source):
 
     def _image(self, patches: int) -> tuple[int, ...]:
         """Extents of a training input of `patches` patches."""
-        extents = self.image_size
-        if extents is None:
-            if len(self.patch) == 3:
-                raise ConversionError("The shapes of a volume model do not give its input: please give image_size.")
-            extents = tuple(square_root("image_size", patches) * size for size in self.patch)
-        image = sizes("image_size", extents, len(self.patch))
-        grid = tuple(size // extent for size, extent in zip(image, self.patch))
+        if self.image_size is None and len(self.patch) == 3:
+            raise ConversionError("The shapes of a volume model do not give its input: please give image_size.")
         # For every 2-D model, the official code builds a square table of the last axis; learned rotations ignore it.
         ignored = len(self.patch) == 2 and OFFICIAL_GENERATORS in self.tensors
-        if patches not in (math.prod(grid), grid[-1] ** 2 if ignored else None):
-            raise ConversionError(f"image_size={extents} has {math.prod(grid)} patches; the table has {patches}.")
-        return image
+        return self.find_image(self.image_size, patches, is_square=ignored)
 
     def _copy_attention(self) -> None:
         hidden_size, heads = self.fields["hidden_size"], self.fields["num_attention_heads"]
         width = heads * HEAD_DIM
-        projected = self.tensors.any(r"transformer\.layers\.\d+\.0\.fn\.to_out\..*") or heads > 1
+        projected = f"{LAYER.format(0)}.0.fn.to_out.0.weight" in self.tensors or heads > 1
         for index in range(self.fields["num_hidden_layers"]):
             official, ours = f"{LAYER.format(index)}.0.fn", f"layers.{index}.attention"
             qkv = self.tensors.take(f"{official}.to_qkv.weight", 3 * width, hidden_size)
@@ -179,4 +172,4 @@ class LieRESource(Source):
             self.fields |= {"use_absolute_position_embeddings": True, "position_table_resize": "truncate"}
             self.encoder["embeddings.position_embeddings"] = table
         else:
-            self.ignored.append("pos_embedding")
+            self.ignore("pos_embedding")

@@ -1,4 +1,4 @@
-"""Reads another project's checkpoint from a file, directory or Hub repository, without executing anything in it."""
+"""Reads a checkpoint of another project from a file, directory or Hub repository, without executing anything in it."""
 
 import os
 import pickle

@@ -1,12 +1,14 @@
-"""Conversion against the live models of timm and transformers, across processes, and of malformed files."""
+"""Conversion against live models, across processes, of malformed files, and of models that are patched instead."""
 
 import json
+import re
 
 import pytest
 import timm
 import torch
 import transformers
-from conversion_cases import FIELDS, Code, converts, images, liere_weights, randomize, without
+from checkout import ROOT
+from conversion_cases import Code, converts, images, liere_weights, randomize, without
 from fresh_process import run_code
 from hub_client import client
 from safetensors.torch import save_file
@@ -15,7 +17,6 @@ import hf_liere
 from hf_liere.cli import main
 from hf_liere.conversion.base import ConversionError
 from hf_liere.conversion.checkpoints import convert_state_dict, require_options
-from hf_liere.conversion.known import KNOWN_REPOSITORIES
 from hf_liere.conversion.reading import read_checkpoint
 from hf_liere.convert import convert_checkpoint
 from hf_liere.errors import InputError
@@ -63,108 +64,95 @@ def comrope_weights(encoding="comrope-ld", width=64, heads=2, depth=2, size=8, a
     return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
 
 
-TIMM = {
-    "mixed": ("vit_small_patch16_rope_mixed_224", {}, {}),
-    "mixed_ape": ("vit_small_patch16_rope_mixed_ape_224", {}, {}),
-    "axial": ("vit_small_patch16_rope_224", {}, {"num_attention_heads": 2}),
-    "axial_ape": ("vit_small_patch16_rope_ape_224", {}, {"num_attention_heads": 2}),
-    "reg1_gap": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
-    "scaled": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": 5}, {"reference_grid": 5}),
-    "other_reference": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": (4, 6)}, {"reference_grid": (4, 6)}),
-    "reg4_gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
-    "no_qkv_bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
-    "plain": ("vit_small_patch16_224", {}, {}),
-    "plain_registers": ("vit_small_patch16_224", {"reg_tokens": 2, "init_values": 0.1}, {}),
-    "norm_of_embeddings": ("vit_base_patch16_clip_224", {}, {"layer_norm_eps": 1e-5}),
-}
+def rope_vit(kind="rope_mixed", width=64):
+    """
+    timm's port of rope-vit, and its tensors under the names of rope-vit, which differ in those of the frequencies.
+    """
+    options = {**SMALL, "embed_dim": width, "num_classes": 3, "dynamic_img_size": True}
+    theirs = randomize(timm.create_model(f"vit_small_patch16_{kind}_224", **options))
+    tensors = {name: value for name, value in theirs.state_dict().items() if not name.startswith("rope.")}
+    if "mixed" in kind:
+        tensors["freqs"] = theirs.state_dict()["rope.freqs"].flatten(2)
+    return theirs, tensors
 
 
-@pytest.mark.parametrize("kind", TIMM)
+@pytest.mark.parametrize("kind", ["rope", "rope_ape", "rope_mixed", "rope_mixed_ape"])
 @torch.no_grad()
-def test_timm_live_at_two_resolutions(kind):
-    name, overrides, options = TIMM[kind]
-    official = randomize(timm.create_model(name, num_classes=5, dynamic_img_size=True, **SMALL, **overrides))
-    options = {"num_attention_heads": 2, "image_size": 16, **options}
-    conversion = convert_state_dict(official.state_dict(), **options)
-    assert conversion.source == "timm"
-    model = conversion.model()
-    for size in ((16, 16), (24, 20)):
+def test_rope_vit_live_at_two_resolutions(kind):
+    theirs, tensors = rope_vit(kind)
+    model = convert_state_dict(tensors, "naver", num_attention_heads=2, image_size=16).model()
+    # timm resizes a table with antialiasing, rope-vit without.
+    for size in ((16, 16), (24, 20))[: 1 if "ape" in kind else 2]:
         pixels = images(2, 3, *size)
-        expected = official(pixels)
+        expected = theirs(pixels)
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(model(pixels).logits, expected, **TOLERANCE)
 
 
-def test_timm_configuration_tells_what_the_shapes_do_not():
-    official = timm.create_model("vit_small_patch16_224", num_classes=5, **SMALL)
-    config = {"architecture": "vit_small_patch16_224", "pretrained_cfg": {"input_size": [3, 16, 16]}}
-    config["model_args"] = {"num_heads": 2}
-    converted = convert_state_dict(official.state_dict(), source_config=config).config
-    assert (converted.position_encoding, converted.num_attention_heads, converted.image_size) == ("absolute", 2, 16)
-
-
-def transformers_model(kind):
-    labels = {"id2label": dict(enumerate("abcde"))}
-    if kind == "vit":
-        config = transformers.ViTConfig(**FIELDS, **labels, hidden_act="gelu_new", qkv_bias=False)
-        return transformers.ViTForImageClassification(config)
-    if kind == "vit_bare":
-        return transformers.ViTModel(transformers.ViTConfig(**FIELDS), add_pooling_layer=False)
-    if kind == "deit":
-        return transformers.DeiTForImageClassification(transformers.DeiTConfig(**FIELDS, **labels))
-    if kind == "deit_teacher":
-        return transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**FIELDS, **labels))
-    if kind == "clip":
-        return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**FIELDS))
-    if kind == "clip_projection":
-        return transformers.CLIPVisionModelWithProjection(transformers.CLIPVisionConfig(**FIELDS))
-    config = transformers.CLIPConfig(vision_config=FIELDS, text_config={"num_hidden_layers": 1}, **labels)
-    if kind == "clip_both_towers":
-        return transformers.CLIPModel(config)
-    return transformers.CLIPForImageClassification(config)
-
-
 @pytest.mark.parametrize(
-    "kind",
-    ["vit", "vit_bare", "deit", "deit_teacher", "clip", "clip_projection", "clip_both_towers", "clip_classifier"],
+    "architecture, encoding",
+    [
+        ("rope_axial_ape_deit_small_patch16_LS", "axial_rope"),
+        ("deit_small_patch16_LS", "absolute"),
+    ],
 )
-@torch.no_grad()
-def test_transformers_live_at_two_resolutions(tmp_path, kind):
-    """From the files that transformers writes, with the options its config.json states."""
-    official = randomize(transformers_model(kind))
-    official.save_pretrained(tmp_path)
-    model = convert_state_dict(*_with_config(tmp_path)).model()
-    for size in ((16, 16), (24, 20)):
-        pixels = images(2, 3, *size)
-        if kind == "clip_both_towers":
-            expected = official.vision_model(pixels, interpolate_pos_encoding=True)
-        else:
-            expected = official(pixels, interpolate_pos_encoding=True)
-        outputs = model(pixels)
-        if hasattr(expected, "logits"):
-            assert model.config.id2label == official.config.id2label
-            torch.testing.assert_close(outputs.logits, expected.logits, **TOLERANCE)
-        elif kind == "clip_projection":
-            embeds = official.visual_projection(outputs.pooler_output)
-            torch.testing.assert_close(embeds, expected.image_embeds, **TOLERANCE)
-        else:
-            torch.testing.assert_close(outputs.last_hidden_state, expected.last_hidden_state, **TOLERANCE)
-            if kind.startswith("clip"):
-                torch.testing.assert_close(outputs.pooler_output, expected.pooler_output, **TOLERANCE)
+def test_a_configuration_tells_what_the_shapes_do_not(architecture, encoding):
+    _, tensors = rope_vit("rope_ape")
+    config = {"architecture": architecture, "model_args": {"num_heads": 4}}
+    config["pretrained_cfg"] = {"input_size": [3, 8, 32]}
+    converted = convert_state_dict(tensors, "naver", config).config
+    assert (converted.position_encoding, converted.num_attention_heads, converted.image_size) == (encoding, 4, [8, 32])
 
 
-def _with_config(path):
-    tensors, source_config = read_checkpoint(path)
-    return tensors, None, source_config
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+VISION |= {"image_size": 16, "patch_size": 4}
+PATCHED_MODELS = {
+    "ViTForImageClassification": ("vit", {}),
+    "ViTModel": ("vit", {}),
+    "DeiTForImageClassificationWithTeacher": ("vit", {}),
+    "Dinov2ForImageClassification": ("vit", {}),
+    "CLIPVisionModel": ("clip", {}),
+    "CLIPModel": ("clip", {"text_config": {"num_hidden_layers": 1}}),
+    "SiglipVisionModel": ("clip", {}),
+    "DINOv3ViTModel": ("dinov3", {}),
+    "vit_small_patch16_224": ("timm", {}),
+    "vit_small_patch16_rope_mixed_224": ("timm", {}),
+}
 
 
-def test_live_state_dict_of_transformers():
-    """Its names differ from those in files."""
-    official = randomize(transformers_model("vit"))
-    options = {"num_attention_heads": 2, "hidden_act": "gelu_new"}
-    model = convert_state_dict(official.state_dict(), **options).model()
-    pixels = images(2, 3, 16, 16)
-    torch.testing.assert_close(model(pixels).logits, official(pixels).logits, **TOLERANCE)
+@pytest.mark.parametrize("name", PATCHED_MODELS)
+def test_models_that_are_patched_are_sent_there(name, tmp_path, monkeypatch, capsys):
+    """From their files and with their kind, with a call that fits them, and the page that shows it."""
+    monkeypatch.chdir(tmp_path)
+    kind, parts = PATCHED_MODELS[name]
+    if kind == "timm":
+        model = timm.create_model(name, **SMALL)
+        (tmp_path / "theirs").mkdir()
+        save_file(model.state_dict(), "theirs/model.safetensors")
+    else:
+        model_class = getattr(transformers, name)
+        fields = {**parts, "vision_config": VISION} if parts else VISION
+        model = model_class(model_class.config_class(**fields))
+        model.save_pretrained("theirs")
+    capsys.readouterr()
+    refused = []
+    for more in ([], ["--source", kind]):
+        assert main(["convert", "theirs", "out", *more]) == 1
+        refused.append(capsys.readouterr().err)
+    assert refused[0] == refused[1] and refused[0].count("\n") == 1 and "is not converted but patched" in refused[0]
+    call, page = re.search(r"call (hf_liere\.patch\(.*\)\)), see (\S+)\.$", refused[0].strip()).groups()
+    assert "RotaryPatchConfig" in (ROOT / page).read_text(encoding="utf-8")
+    assert not (tmp_path / "out").exists()
+    if "rope_mixed" not in name:
+        eval(call, {"hf_liere": hf_liere, "model": getattr(model, "vision_model", model)})
+        assert any("rotary" in parameter for parameter, _ in model.named_parameters())
+
+
+def test_a_kind_that_is_patched_is_refused_before_anything_is_read():
+    with pytest.raises(ConversionError, match="Kind 'vit', a ViT, DeiT or DINOv2 of transformers, is not converted"):
+        convert_checkpoint("absent", "out", "vit")
+    with pytest.raises(ConversionError, match="source='bert' must be one of 'liere', 'comrope', 'naver'"):
+        convert_checkpoint("absent", "out", "bert")
 
 
 def test_wrappers_of_training_programs(tmp_path):
@@ -228,11 +216,7 @@ def converted(tmp_path_factory):
             {"patch_size": [2, 4, 4], "image_size": [4, 8, 12]},
         ),
         "table": (comrope_weights(), {"cls_position": 0.25}),
-        "gap": (
-            randomize(timm.create_model("vit_medium_patch16_rope_reg1_gap_256", num_classes=3, **SMALL)).state_dict(),
-            {"num_attention_heads": 2, "image_size": 16, "reference_grid": 5},
-        ),
-        "teacher": (randomize(transformers_model("deit_teacher")).state_dict(), {"num_attention_heads": 2}),
+        "naver": (rope_vit("rope_mixed_ape")[1], {"num_attention_heads": 2}),
     }
     for name, (weights, options) in sources.items():
         save_file({key: value.contiguous() for key, value in weights.items()}, directory / f"{name}.safetensors")
@@ -291,8 +275,8 @@ def test_trainer_fine_tunes_a_converted_checkpoint(converted, tmp_path):
 
 
 def test_processor_keeps_the_statistics_of_the_source(tmp_path):
-    official = transformers_model("vit")
-    official.save_pretrained(tmp_path / "source")
+    (tmp_path / "source").mkdir()
+    save_file(liere_weights(), tmp_path / "source" / "model.safetensors")
     transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path / "source")
     convert_checkpoint(tmp_path / "source", tmp_path / "kept")
     convert_checkpoint(tmp_path / "source", tmp_path / "given", image_mean=[0.4, 0.4, 0.4])
@@ -334,21 +318,14 @@ def test_malformed_checkpoints_are_refused_with_the_reason(weights, options, mes
 
 def complete_checkpoints():
     """Checkpoints of every kind, their options, and the tensors without which they are those of another model."""
-    mixed = timm.create_model("vit_small_patch16_rope_mixed_ape_224", num_classes=3, **SMALL)
-    gap = timm.create_model("vit_medium_patch16_rope_reg1_gap_256", num_classes=3, **SMALL)
-    heads = {"num_attention_heads": 2}
     return {
         "liere": (liere_weights(), {}, {"position_encoder.generator_raw_params"}),
         "comrope": (comrope_weights(), {}, {"vision_model.embeddings.position_embedding"}),
-        "mixed": (mixed.state_dict(), heads, {"rope.freqs", "pos_embed"}),
-        "gap": (gap.state_dict(), heads | {"image_size": 16, "reference_grid": 4}, {"reg_token"}),
-        "vit": (transformers_model("vit").state_dict(), heads, set()),
-        "deit": (transformers_model("deit_teacher").state_dict(), heads, set()),
-        "clip": (transformers_model("clip_classifier").state_dict(), heads, set()),
+        "naver": (rope_vit("rope_mixed_ape")[1], {"num_attention_heads": 2}, {"freqs", "pos_embed"}),
     }
 
 
-@pytest.mark.parametrize("kind", ["liere", "comrope", "mixed", "gap", "vit", "deit", "clip"])
+@pytest.mark.parametrize("kind", ["liere", "comrope", "naver"])
 def test_no_tensor_may_be_missing_or_of_another_shape(kind):
     weights, options, optional = complete_checkpoints()[kind]
     ignored = convert_state_dict(weights, **options).ignored
@@ -420,21 +397,22 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"image_size": "16"}, "image_size='16': accepted is a whole number or a list"),
+        ({"image_size": "16"}, "image_size='16': accepted is a whole number"),
         ({"hidden_act": "evil"}, "hidden_act='evil' must be one of .*'gelu'"),
-        ({"id2label": ["a", "b", "c"]}, "id2label=.*accepted are names by their numbers"),
-        ({"vision_config": "none"}, "config.json beside the checkpoint cannot be interpreted"),
+        ({"axis_scale": 1}, "axis_scale=1: accepted is true or false"),
         ([1], "config.json contains a list"),
     ],
 )
 def test_configurations_beside_a_checkpoint_that_mean_nothing(tmp_path, config, message):
-    width = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-    vit = transformers.ViTConfig(**width, image_size=16, patch_size=4, num_labels=3)
-    transformers.ViTForImageClassification(vit).save_pretrained(tmp_path / "vit")
-    saved = json.loads((tmp_path / "vit" / "config.json").read_text())
-    (tmp_path / "vit" / "config.json").write_text(json.dumps(saved | config if isinstance(config, dict) else config))
+    save_file(comrope_weights(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=message):
-        convert_checkpoint(tmp_path / "vit", tmp_path / "out")
+        convert_checkpoint(tmp_path, tmp_path / "out")
+
+
+def test_a_configuration_of_another_shape():
+    with pytest.raises(ConversionError, match="config.json beside the checkpoint cannot be interpreted"):
+        convert_state_dict(rope_vit()[1], source_config={"model_args": "none"})
 
 
 @pytest.mark.parametrize(
@@ -459,14 +437,6 @@ def test_a_model_of_ours_needs_no_conversion(tiny, tmp_path):
         convert_checkpoint(tmp_path / "ours", tmp_path / "out")
 
 
-def naver_weights(state_dict):
-    """The tensors of timm's model under the names of rope-vit, which differ in those of the frequencies."""
-    return {
-        "freqs" if name == "rope.freqs" else name: value.flatten(2) if name == "rope.freqs" else value
-        for name, value in state_dict.items()
-    }
-
-
 def official_repository(kind, folder):
     """Files as the authors publish them, of a small model; logits of its own code for images of 16 px, if any."""
     folder.mkdir()
@@ -476,26 +446,15 @@ def official_repository(kind, folder):
         wrapped = {f"model.{name}": value for name, value in liere_weights().items()}
         torch.save({"epoch": 199, "state_dict": wrapped}, folder / "last.ckpt")
         return convert_state_dict(liere_weights()).model()(pixels).logits
-    if kind == "vit":
-        fields = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        config = transformers.ViTConfig(**fields, image_size=16, patch_size=4, num_labels=3)
-        official = randomize(transformers.ViTForImageClassification(config))
-        official.save_pretrained(folder)
-        return official(pixels).logits
-    official = timm.create_model("vit_small_patch16_rope_mixed_224", num_classes=3, **SMALL | {"embed_dim": 128})
-    official = randomize(official)
-    state_dict = official.state_dict()
-    save_file(naver_weights(state_dict) if kind == "naver" else state_dict, folder / "model.safetensors")
-    if kind == "timm":
-        trained = {
-            "pretrained_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]},
-            "architecture": "vit_small_patch16_rope_mixed_224",
-        }
-        (folder / "config.json").write_text(json.dumps(trained))
-    return official(pixels)
+    theirs, tensors = rope_vit(width=128)
+    save_file(tensors, folder / "model.safetensors")
+    trained = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}
+    config = {"architecture": "rope_mixed_deit_small_patch16_LS", "pretrained_cfg": trained}
+    (folder / "config.json").write_text(json.dumps(config))
+    return theirs(pixels)
 
 
-@pytest.mark.parametrize("kind", ["liere", "naver", "timm", "vit"])
+@pytest.mark.parametrize("kind", ["liere", "naver"])
 @torch.no_grad()
 def test_a_repository_is_converted_as_its_authors_publish_it(hub, storage, kind, tmp_path, capsys):
     """From the local Hub by LFS and by Xet, with the command; the card says what was converted."""
@@ -510,7 +469,7 @@ def test_a_repository_is_converted_as_its_authors_publish_it(hub, storage, kind,
     card = (tmp_path / "ours" / "README.md").read_text()
     assert f"[tester/official](https://huggingface.co/tester/official) at `{revision}`" in card
     assert f"a checkpoint of kind `{kind}`" in card and "`image_size=16`" in card
-    if kind == "timm":
+    if kind == "naver":
         processor = json.loads((tmp_path / "ours" / "preprocessor_config.json").read_text())
         assert processor["image_mean"] == [0.4, 0.5, 0.6]
 
@@ -518,13 +477,13 @@ def test_a_repository_is_converted_as_its_authors_publish_it(hub, storage, kind,
 def test_the_list_names_repositories_with_options_that_are_taken(capsys):
     assert main(["convert", "--list"]) == 0
     printed = capsys.readouterr().out
-    published = {f"timm/{name}" for name in timm.list_pretrained()}
-    for known in KNOWN_REPOSITORIES:
-        assert known.repo_id in printed
-        options = {name: value for name, value in known.options.items() if name != "source"}
-        assert known.options.get("source", known.source) == known.source
-        require_options(known.source, options)
-        assert known.source != "timm" or known.repo_id in published
+    commands = re.findall(r"^(naver-ai/\S+SIZE\S+)((?: +--\w+ \w+)*)", printed, re.MULTILINE)
+    assert len(commands) == 5
+    for name, given in commands:
+        options = dict(re.findall(r"--(\w+) (\w+)", given))
+        # Tensor names determine the kind where there are frequencies.
+        assert ("mixed" in name) == ("source" not in options) and options.pop("source", "naver") == "naver"
+        require_options("naver", options)
     assert "SophieOstmeier/liere-checkpoints" in printed and "none of these files was downloaded" in printed
     assert main(["convert", "owner/name"]) == 1
     assert "a checkpoint and the directory to write, or --list" in capsys.readouterr().err

@@ -198,14 +198,20 @@ def test_equal_generators_can_be_joined(tiny):
         upgrade_encoding(model, position_encoding="rope_mixed", share_heads=True)
 
 
-def test_the_command_refuses_models_of_tokens(tmp_path, capsys):
+def test_the_command_refuses_other_models(tmp_path, capsys):
     sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = hf_liere.LieRETokensConfig(**sizes, feature_size=3, num_axes=2)
-    hf_liere.LieRETokensForSequenceClassification(config).save_pretrained(tmp_path / "tokens")
-    command = ["upgrade", str(tmp_path / "tokens"), str(tmp_path / "out"), "--position_encoding", "liere"]
-    assert main(command) == 1
-    assert "is a token model, which has neither images nor a card" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+    tokens = hf_liere.LieRETokensConfig(**sizes, feature_size=3, num_axes=2)
+    vit = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=16, patch_size=4))
+    hf_liere.LieRETokensForSequenceClassification(tokens).save_pretrained(tmp_path / "liere_tokens")
+    vit.save_pretrained(tmp_path / "vit")
+    hf_liere.patch(vit, hf_liere.RotaryPatchConfig()).save_pretrained(tmp_path / "rotary_vit")
+    for kind in ("liere_tokens", "vit", "rotary_vit"):
+        capsys.readouterr()
+        command = ["upgrade", str(tmp_path / kind), str(tmp_path / "out"), "--position_encoding", "liere"]
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert f"model_type='{kind}'" in error and "accepted are LieREViT…" in error and "hf_liere.patch" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_folded_models_stay_as_they_are(tiny):
@@ -372,18 +378,14 @@ def test_sizes_that_no_model_computes_the_same_at(tiny, fields, size, reason):
     [("rope_mixed", None, None), ("liere", 4, "centred_grid"), ("comrope_ap", 4, None)],
 )
 @torch.no_grad()
-def test_the_command_upgrades_a_plain_vit_to_other_images(tmp_path, capsys, encoding, block_size, coordinates):
-    """Against transformers' own ViT, which resizes its table when it is called."""
-    fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    torch.manual_seed(0)
-    plain = transformers.ViTForImageClassification(
-        transformers.ViTConfig(**fields, image_size=16, patch_size=4, num_labels=3, initializer_range=0.2)
-    ).eval()
-    plain.save_pretrained(tmp_path / "vit")
-    transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path / "vit")
+def test_the_command_upgrades_to_other_images(tiny, tmp_path, capsys, encoding, block_size, coordinates):
+    """Against the model itself, which resizes its table when it is called."""
+    plain = classifier(tiny(position_encoding="absolute", num_labels=3))
+    plain.save_pretrained(tmp_path / "plain")
+    transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path / "plain")
     blocks = [] if block_size is None else ["--block_size", str(block_size)]
     places = [] if coordinates is None else ["--coordinates", coordinates]
-    command = [str(tmp_path / "vit"), str(tmp_path / "upgraded"), "--position_encoding", encoding, *blocks, *places]
+    command = [str(tmp_path / "plain"), str(tmp_path / "upgraded"), "--position_encoding", encoding, *blocks, *places]
     assert main(["upgrade", *command, "--image_size", "32"]) == 0
     assert f"LieREViTForImageClassification with position_encoding='{encoding}'" in capsys.readouterr().out
     upgraded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "upgraded")
@@ -391,7 +393,7 @@ def test_the_command_upgrades_a_plain_vit_to_other_images(tmp_path, capsys, enco
     assert coordinates is None or upgraded.config.coordinates == coordinates
     assert sum(parameter.numel() for _, parameter in upgraded.liere.rotary_parameters()) > 0
     pixels = images(2, 3, 32, 32)
-    expected = plain(pixels, interpolate_pos_encoding=True).logits
+    expected = plain(pixels).logits
     torch.testing.assert_close(upgraded(pixels).logits, expected, **EXACT)
     processor = json.loads((tmp_path / "upgraded" / "preprocessor_config.json").read_text())
     assert processor["size"] == {"height": 32, "width": 32} and processor["image_mean"] == [0.1, 0.2, 0.3]

@@ -13,6 +13,7 @@ from library_checks import check_gradients, check_start, gradients, normal, rand
 from patching_checks import SHARED_CONFIG, check_adapters, unit_grid
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import head_rotation
+from renamed_weights import timm_weights
 from timm.layers import set_fused_attn
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
@@ -35,7 +36,6 @@ from hf_liere import (
     unpatch,
 )
 from hf_liere.cli import main
-from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.hub.cards import push_card
 from hf_liere.libraries.timm_patch import EMBEDDINGS
 from hf_liere.libraries.timm_rope import SPECTRA
@@ -584,14 +584,12 @@ def test_registered_models_are_ours(encoding):
     """The same weights in `LieREViTForImageClassification` give the same logits."""
     torch.manual_seed(0)
     model = create(dynamic_img_size=True, position_encoding=encoding).eval()
-    tensors = {name: value for name, value in model.state_dict().items() if "rotary" not in name}
-    converted = convert_state_dict(tensors, "timm", position_encoding="none", image_size=32, num_attention_heads=3)
-    fields = {"position_encoding": encoding, "coordinates": None, "rotate_prefix": None}
-    ours = LieREViTForImageClassification(LieREViTConfig(**converted.config.to_dict() | fields)).eval()
+    fields = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 768}
+    fields |= {"num_channels": 1, "image_size": 32, "num_labels": 3, "layer_norm_eps": 1e-6}
+    ours = LieREViTForImageClassification(LieREViTConfig(**fields, position_encoding=encoding)).eval()
     rotations = model.rotary_encoding.encoding.named_parameters()
     rotations = {f"liere.rotary_encoding.{name}": value for name, value in rotations}
-    loaded = ours.load_state_dict(converted.state_dict | rotations)
-    assert not loaded.unexpected_keys and not loaded.missing_keys
+    ours.load_state_dict(timm_weights(model) | rotations)
     for size in ((32, 32), (48, 16)):
         images = normal(2, 1, *size)
         # Queries and keys are one product in timm and two here.

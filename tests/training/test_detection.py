@@ -22,10 +22,11 @@ from transformers import (
     DeformableDetrImageProcessor,
     EvalPrediction,
     ViTConfig,
-    ViTForImageClassification,
+    ViTModel,
 )
 from transformers.models.deformable_detr.modeling_deformable_detr import DeformableDetrObjectDetectionOutput
 
+from hf_liere import LieREViTConfig, LieREViTForImageClassification
 from training import object_detection
 from training.common.arguments import InputError
 from training.data.detection_data import (
@@ -176,12 +177,13 @@ def test_a_detector_reloads_and_starts_from_a_classifier(shapes, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def plain_vit(tmp_path_factory):
-    """A pretrained ViT of transformers for images of 16 px, with heads of 64 channels, and its folder."""
+def plain(tmp_path_factory):
+    """A classifier with absolute positions for images of 16 px, and its folder."""
     fields = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    fields |= {"image_size": 16, "patch_size": 4, "initializer_range": 0.2, "position_encoding": "absolute"}
     torch.manual_seed(0)
-    model = ViTForImageClassification(ViTConfig(**fields, image_size=16, patch_size=4, initializer_range=0.2)).eval()
-    folder = tmp_path_factory.mktemp("plain") / "vit"
+    model = LieREViTForImageClassification(LieREViTConfig(**fields)).eval()
+    folder = tmp_path_factory.mktemp("plain") / "classifier"
     model.save_pretrained(folder)
     return model, folder
 
@@ -189,9 +191,9 @@ def plain_vit(tmp_path_factory):
 @pytest.mark.parametrize(
     "encoding", slow_except(("absolute", "liere"), ("absolute", "rope_mixed", "liere", "comrope_ap", "comrope_ld"))
 )
-def test_every_encoding_starts_from_a_plain_vit_for_larger_pictures(encoding, shapes, plain_vit, tmp_path):
-    """As the recipe coco: before a step is taken, the detector's feature map is the one of the ViT of transformers."""
-    vit, folder = plain_vit
+def test_every_encoding_starts_from_absolute_positions_for_larger_pictures(encoding, shapes, plain, tmp_path):
+    """As the recipe coco: before a step is taken, the detector's feature map is the one of the classifier."""
+    classifier, folder = plain
     flags = ["--shapes_folder", shapes, "--do_train", "--max_train_samples", 16, "--max_eval_samples", 13]
     flags += ["--max_steps", 1, "--learning_rate", 0.0, "--weight_decay", 0.0, "--backbone_name_or_path", folder]
     flags += ["--position_encoding", encoding, "--use_absolute_position_embeddings", "true", "--rotary_init", "zeros"]
@@ -203,9 +205,17 @@ def test_every_encoding_starts_from_a_plain_vit_for_larger_pictures(encoding, sh
     assert backbone.config.image_size == 32 and backbone.config.position_encoding == encoding
     pixels = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        hidden = vit.vit(pixels, interpolate_pos_encoding=True).last_hidden_state[:, 1:]
+        hidden = classifier.liere(pixels).last_hidden_state[:, 1:]
         (found,) = backbone(pixels).feature_maps
     torch.testing.assert_close(found.flatten(2).transpose(1, 2), hidden, rtol=0, atol=1e-5)
+
+
+def test_a_vit_of_transformers_is_no_backbone(shapes, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4)).save_pretrained(tmp_path / "vit")
+    flags = ["--shapes_folder", shapes, "--do_train", "--backbone_name_or_path", tmp_path / "vit"]
+    with pytest.raises(InputError, match="vit' is a vit; accepted: image models of hf_liere"):
+        run(tmp_path / "out", *flags)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +226,8 @@ def test_every_encoding_starts_from_a_plain_vit_for_larger_pictures(encoding, sh
         (["--position_encoding", "comrope_ld", "--block_size", "7"], "block_size=7 must divide"),
     ],
 )
-def test_backbones_that_contradict_the_flags(flags, message, shapes, plain_vit, tmp_path):
-    given = ["--backbone_name_or_path", str(plain_vit[1]), "--shapes_folder", str(shapes), "--do_train", *TINY_RUN]
+def test_backbones_that_contradict_the_flags(flags, message, shapes, plain, tmp_path):
+    given = ["--backbone_name_or_path", str(plain[1]), "--shapes_folder", str(shapes), "--do_train", *TINY_RUN]
     with pytest.raises(InputError, match=message):
         object_detection.main(["--output_dir", str(tmp_path), *TINY_DETECTOR, *given, *flags])
 

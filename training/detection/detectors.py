@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from transformers import AutoModelForObjectDetection, DeformableDetrConfig, PreTrainedModel
 
 from hf_liere import LieREViTConfig
+from hf_liere.auto import load_checkpoint
 from hf_liere.conversion.base import ConversionError
-from hf_liere.conversion.checkpoints import load_or_convert
 from hf_liere.conversion.rebuilding import LEARNED_ENCODINGS, resize_input
 from hf_liere.conversion.upgrades import upgrade_encoding
 from hf_liere.errors import InputError
@@ -22,8 +22,8 @@ class DetectorArguments:
 
     backbone_name_or_path: str | None = flag(
         None,
-        "Checkpoint for the backbone's weights: a classifier or encoder of this library, or a ViT, DeiT or another "
-        "model that hf-liere convert reads. The other flags upgrade its encoding and resize its table.",
+        "Checkpoint for the backbone's weights: a classifier or encoder of this library, such as hf-liere convert "
+        "writes. The other flags upgrade its encoding and resize its table.",
     )
     d_model: int = flag(256, "Width of the detector.")
     encoder_layers: int = flag(6, "Encoder layers of the detector.")
@@ -59,10 +59,10 @@ def load_backbone(arguments: ModelArguments, detector: DetectorArguments) -> Lie
     given = {field: value for field, value in arguments.architecture().items() if value is not None}
     try:
         with translate_errors("--backbone_name_or_path", name):
-            model = load_or_convert(name)
+            model, _ = load_checkpoint(name)
         if not isinstance(model.config, LieREViTConfig):
             raise InputError(
-                f"--backbone_name_or_path {name!r} is a {model.config.model_type}; accepted: image models."
+                f"--backbone_name_or_path {name!r} is a {model.config.model_type}; accepted: image models of hf_liere."
             )
         model = _upgrade(getattr(model, model.base_model_prefix, model), given)
     except ConversionError as error:
