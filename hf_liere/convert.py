@@ -52,7 +52,8 @@ def convert_checkpoint(
     The directory appears under its name only when it is complete.
 
     Args:
-        checkpoint: As for [`read_checkpoint`].
+        checkpoint: A file (safetensors, or a pickle of tensors), a directory with model.safetensors, its index of
+            shards or pytorch_model.bin, or the name of a repository on the Hub.
         output: The directory; it must not exist, or be empty.
         source: One of [`SOURCES`]; `None` detects it from the tensor names.
         revision: Branch, tag or commit of a repository on the Hub.
@@ -62,7 +63,7 @@ def convert_checkpoint(
 
     Raises:
         InputError: as [`read_checkpoint`] and [`convert_state_dict`], and if the folder of `output` is not writable.
-        HubError: as [`read_checkpoint`].
+        HubError: if the Hub does not answer or refuses the request.
         FileExistsError: if `output` is there and not an empty directory.
     """
     if source is not None:

@@ -21,28 +21,19 @@ OWN_MODEL_TYPES = tuple(config_class.model_type for config_class in CONFIGS)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
-def read_checkpoint(
-    checkpoint: str | os.PathLike, revision: str | None = None
-) -> tuple[dict[str, torch.Tensor], dict | None]:
+def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict | None]:
     """
-    The tensors of a checkpoint, and the `config.json` beside them, if any. Nothing in it is executed.
-
-    Args:
-        checkpoint: A file (safetensors, or a pickle of tensors), a directory with model.safetensors, its index of
-            shards or pytorch_model.bin, or the name of a repository on the Hub.
-        revision: Branch, tag or commit of the repository.
+    The tensors of a file or directory, and the `config.json` beside them, if any. Nothing in it is executed.
 
     Raises:
         ConversionError, CheckpointError: if the checkpoint is missing, damaged, ours, or a pickle that needs code.
-        HubError: if the Hub does not answer or refuses the request.
     """
-    path = locate(checkpoint, revision)
     if path.is_dir():
         refuse_diffusers(path)
     source_config = json_beside(path, "config.json")
     kind = str((source_config or {}).get("model_type"))
     if path.is_dir() and (kind in OWN_MODEL_TYPES or kind.startswith(TYPE_PREFIX)):
-        raise ConversionError(f"{checkpoint} is already a model of hf_liere; from_pretrained reads it.")
+        raise ConversionError(f"{path} is already a model of hf_liere; from_pretrained reads it.")
     tensors: dict[str, torch.Tensor] = {}
     for file in _weight_files(path):
         tensors.update(_read(file))
@@ -56,7 +47,7 @@ def json_beside(path: Path, name: str) -> dict | None:
 
 
 def locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:
-    """The file or directory itself, or the downloaded files of a repository."""
+    """The file or directory itself, or the downloaded files of a repository; may raise CheckpointError or HubError."""
     path = local_path(checkpoint)
     if path is not None:
         return path
