@@ -54,7 +54,7 @@ class LieRotaryEmbedding(rotary_embedding.LieRotaryEmbedding):
         """
         key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         sizes = Sizes(num_heads, key_heads, head_dim, num_axes, num_layers)
-        frequencies, pairs, is_rounded = find_planes(module, sizes, pairing)
+        planes, is_rounded = find_planes(module, sizes, pairing)
         is_planar = position_encoding == "rope_mixed" or (position_encoding == "liere" and block_size == 2)
         return cls(
             num_heads,
@@ -64,7 +64,7 @@ class LieRotaryEmbedding(rotary_embedding.LieRotaryEmbedding):
             block_size,
             num_key_value_heads=num_key_value_heads,
             num_layers=num_layers,
-            frequencies=frequencies,
-            pairing=pairs,
+            frequencies=planes.frequencies,
+            pairing=planes.pairs,
             **{"round_angles": is_rounded and is_planar, **fields},
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..models.encoding.starting_values import channel_pairs
+from ..models.probing.planes import STYLES, Pairs, Planes, channel_pairs
 from .float32_bits import nearest_float32, rounded_cos_sin
 from .isolation import TensorSizes, copy_module
 
@@ -25,12 +25,9 @@ LARGEST = 2**24
 
 Pairing = str | Sequence[tuple[int, int]] | None
 # cos and sin, (layers or 1, heads or 1, N, planes) each, and the two channels of every plane.
-Table = tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]
+Table = tuple[torch.Tensor, torch.Tensor, Pairs]
 # One way to call a module: (N, A) positions, and the pairing if it is known, give a table.
 Reader = Callable[[torch.Tensor, Pairing], Table]
-# (A, layers or 1, heads or 1, planes) frequencies in float64, radians per unit; by plane, the two channels (c, d) that
-# it rotates, c to c·cos − d·sin; and whether angles are rounded to float32, so that such frequencies give their bits.
-FoundPlanes = tuple[torch.Tensor, list[tuple[int, int]], bool]
 
 
 class Sizes(NamedTuple):
@@ -52,10 +49,11 @@ class DependsOnLength(NotARotation):
 
 
 @torch.no_grad()
-def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
+def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> tuple[Planes, bool]:
     """
-    See [`LieRotaryEmbedding.like`]. Raises `ValueError` if the module cannot be called, or does not rotate pairs of
-    channels by Σ_a p_a ω_a.
+    The planes of a module, and whether their frequencies in float32 give the bits of its angles, which it rounds to
+    that; see [`LieRotaryEmbedding.like`]. Raises `ValueError` if the module cannot be called, or does not rotate pairs
+    of channels by Σ_a p_a ω_a.
     """
     if pairing is not None:
         channel_pairs(pairing, sizes.head_dim, None)
@@ -84,7 +82,7 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes
     )
 
 
-def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
+def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) -> tuple[Planes, bool]:
     """With (T,) ascending positions on an axis. Raises [`NotARotation`] unless angles are Σ_a p_a ω_a at any length."""
     along = [torch.eye(sizes.axes)[axis] * steps.unsqueeze(-1) for axis in range(sizes.axes)]  # (T, A) each
     drawn = torch.rand(63, sizes.axes, generator=torch.Generator().manual_seed(0)) * min(16, steps[-1])
@@ -118,7 +116,7 @@ def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) 
     for dim in (1, 2):
         first = frequencies.narrow(dim, 0, 1)
         frequencies = first if (frequencies == first).all() else frequencies
-    return frequencies, pairs, is_rounded
+    return Planes(frequencies, pairs), is_rounded
 
 
 def _check_angles(
@@ -240,7 +238,7 @@ class _Call(NamedTuple):
         states = torch.zeros(tokens, width)
         states[:, first] = 1
         rotated = self._rotate(states, positions)  # (1, H, N, D)
-        return rotated[..., first], rotated[..., second], pairs
+        return rotated[..., first], rotated[..., second], tuple(pairs)
 
     def _rotate(self, states: torch.Tensor, positions: torch.Tensor) -> Any:
         """
@@ -334,16 +332,16 @@ def _arrange(values: torch.Tensor, tokens: int, sizes: Sizes) -> torch.Tensor:
     return values
 
 
-def _pair_equal_columns(table: torch.Tensor, pairing: Pairing) -> list[tuple[int, int]]:
+def _pair_equal_columns(table: torch.Tensor, pairing: Pairing) -> Pairs:
     """The channels of every plane, from a (rows, channels) table in which both have the same values."""
     width = table.shape[-1]
     _, group, counts = table.unique(dim=1, return_inverse=True, return_counts=True)  # (channels,), (groups,)
     if pairing is None and (counts == 2).all():
         channels = group.argsort(stable=True).view(-1, 2).tolist()
-        return sorted((first, second) for first, second in channels)
+        return tuple(sorted((first, second) for first, second in channels))
     # Planes of equal frequencies.
     fitting = []
-    for name in ("adjacent", "halves") if pairing is None else (pairing,):
+    for name in STYLES if pairing is None else (pairing,):
         pairs = channel_pairs(name, width, width // 2 if isinstance(name, str) else None)
         if all(torch.equal(table[:, first], table[:, second]) for first, second in pairs):
             fitting.append(pairs)

@@ -18,7 +18,8 @@ from ..models.fast.dispatch import product_dtype, working_dtype
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import find_rotation, thread
 from ..models.probing.module_inspection import View
-from .rotations import PlaneTable, PretrainedFrequencies, Turn, apply_turn, identity_turn
+from ..models.probing.planes import Planes
+from .rotations import PretrainedFrequencies, Turn, apply_turn, identity_turn
 
 
 # By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
@@ -58,18 +59,18 @@ def carry(turn: Turn, coordinates: torch.Tensor, level: torch.Tensor | None = No
     return torch.cat([cos.to(wide), coordinates.to(wide)], dim=-1), sin  # (…, N, D + A), (…, N, D)
 
 
-def take_off(turn: Turn, table: PlaneTable) -> tuple[Turn, torch.Tensor, torch.Tensor | None]:
+def take_off(turn: Turn, planes: Planes) -> tuple[Turn, torch.Tensor, torch.Tensor | None]:
     """The inverse of [`carry`]: the rotation, its (…, N, A) coordinates, and the noise level."""
     carrier = turn if isinstance(turn, torch.Tensor) else turn[0]
-    channels = len(table.axes) * (1 if carrier.is_complex() else 2)
+    channels = planes.num_planes * (1 if carrier.is_complex() else 2)
     carried = carrier[..., channels:]  # (…, N, A or A + 1)
-    if carried.shape[-1] not in (table.num_axes, table.num_axes + 1):
+    if carried.shape[-1] not in (planes.num_axes, planes.num_axes + 1):
         raise RuntimeError(
             f"Attention got rotations of {carrier.shape[-1]} channels, which do not come from the patched model: "
             "the positions of its tokens are unknown. Call the model around it, or unpatch the model."
         )
     carried = carried.real if carried.is_complex() else carried
-    coordinates, level = carried[..., : table.num_axes], carried[..., table.num_axes :]
+    coordinates, level = carried[..., : planes.num_axes], carried[..., planes.num_axes :]
     plain = carrier[..., :channels]
     return (
         plain if isinstance(turn, torch.Tensor) else (plain.to(turn[1].dtype), turn[1]),
@@ -110,11 +111,11 @@ def carry_argument(model: Any, options: dict) -> None:
     turn = options.get(patch.family.argument)
     if turn is None:
         raise RuntimeError(f"{type(model).__name__} got no {patch.family.argument}, so it would not rotate: pass it.")
-    coordinates = find_coordinates(turn, patch.table)  # (N, A)
+    coordinates = find_coordinates(turn, patch.planes)  # (N, A)
     options[patch.family.argument] = carry(turn, coordinates, _noise_level(patch))
 
 
-def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], table: PlaneTable) -> torch.Tensor:
+def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], planes: Planes) -> torch.Tensor:
     """
     (…, N, A) coordinates from cos and sin of adjacent channels: every axis from its slowest plane, whose angle is below
     a turn, and then from faster ones, whose whole turns are known by then.
@@ -124,21 +125,15 @@ def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], table: PlaneTable)
     """
     cos, sin = (part[..., ::2].to(working_dtype(part.device)) for part in turn)  # (…, N, planes) each
     angles = torch.atan2(sin, cos)
-    axes = []
-    for axis in range(table.num_axes):
-        planes = [plane for plane, number in enumerate(table.axes) if number == axis]
-        place = torch.zeros_like(angles[..., 0])
-        for plane in sorted(planes, key=lambda plane: table.frequencies[plane]):
-            place = place + _wrap(angles[..., plane] - place * table.frequencies[plane]) / table.frequencies[plane]
-        axes.append(place)
-    coordinates = torch.stack(axes, dim=-1)  # (…, N, A)
-    if not torch.compiler.is_compiling():
-        expected = coordinates[..., list(table.axes)] * coordinates.new_tensor(table.frequencies)
-        if _wrap(angles - expected).abs().max() > 1e-3:
-            raise RuntimeError(
-                "The given rotations are not those of one coordinate on every axis times the frequencies that "
-                "diffusers' pipelines use for this model; unpatch the model."
-            )
+    places = [torch.zeros_like(angles[..., 0]) for _ in range(planes.num_axes)]
+    for speed, axis, plane in sorted(zip(planes.speeds, planes.axes, range(planes.num_planes))):
+        places[axis] = places[axis] + _wrap(angles[..., plane] - places[axis] * speed) / speed
+    coordinates = torch.stack(places, dim=-1)  # (…, N, A)
+    if not torch.compiler.is_compiling() and _wrap(angles - planes.angles(coordinates)).abs().max() > 1e-3:
+        raise RuntimeError(
+            "The given rotations are not those of one coordinate on every axis times the frequencies that diffusers' "
+            "pipelines use for this model; unpatch the model."
+        )
     return coordinates.float()
 
 
@@ -170,7 +165,7 @@ def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dic
     if not patch.family.rotates:
         given = options.pop(POSITIONS, lambda: None)()
     elif (turns := options.get(patch.family.argument)) is not None:
-        parts = [take_off(turn, patch.table) for turn in patch.family.parts(turns)]
+        parts = [take_off(turn, patch.planes) for turn in patch.family.parts(turns)]
         if patch.turns:
             given = turns = _turn_parts(patch, encoding, layer, parts, attention, options)
         else:

@@ -11,6 +11,7 @@ from torch import nn
 from ..models.fast.dispatch import working_dtype
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.module_inspection import device_of, linear_layer
+from ..models.probing.planes import Planes
 from .diffusion_forward import (
     STATE_MODULES,
     CarryingRope,
@@ -26,7 +27,7 @@ from .diffusion_forward import (
 )
 from .families import FAMILIES, DiffusionFamily
 from .library_patch import LibraryPatch, LibraryTower
-from .rotations import PlaneTable, require_known
+from .rotations import require_known
 from .schedules import FrequencySchedule, Schedule
 
 
@@ -144,10 +145,10 @@ class DiffusionTower(LibraryTower):
             )
         return heads, head_dim
 
-    def read_start(self, head_dim: int) -> tuple[torch.Tensor, PlaneTable, str]:
+    def read_start(self) -> Planes:
         model, family = self.module, FAMILIES[self.kind]
         assert family.planes is not None, "a family that rotates"
-        table = family.planes(model)
+        planes = family.planes(model)
         if family.rope is None:
             if not model.config.use_rotary_positional_embeddings:
                 raise ValueError(
@@ -164,10 +165,9 @@ class DiffusionTower(LibraryTower):
                 turns, coordinates = rope(**arguments), family.coordinates(rope, **arguments)
             label = f"{self.label}: {type(rope).__name__}"
             for turn, places in zip(family.parts(turns), family.parts(coordinates)):
-                places = places.to(working_dtype(places.device))
-                angles = places[..., list(table.axes)] * places.new_tensor(table.frequencies)
-                require_known(turn, angles, family.pairing, label, "diffusers")
-        return table.spectrum(head_dim // 2), table, family.pairing
+                angles = planes.angles(places.to(working_dtype(places.device)))
+                require_known(turn, angles, str(planes.style), label, "diffusers")
+        return planes
 
 
 def set_frequency_schedule(
@@ -226,9 +226,9 @@ def _check_schedule(tower: nn.Module, schedule: Schedule | None, noise_level: Ca
             f"{name} divides coordinates by the size of training itself; pass it {patch.family.argument_of_scale}."
         )
     if isinstance(schedule, FrequencySchedule):
-        if len(schedule.trained_size) != patch.table.num_axes:
+        if len(schedule.trained_size) != patch.planes.num_axes:
             raise ValueError(
-                f"trained_size={schedule.trained_size!r} must have {patch.table.num_axes} entries for the axes of "
+                f"trained_size={schedule.trained_size!r} must have {patch.planes.num_axes} entries for the axes of "
                 f"{name}, with None for those that are not scaled."
             )
         if schedule.dype is not None and (noise_level or patch.family.noise_level) is None:

@@ -5,7 +5,7 @@ frequencies are computed here as the model does; `diffusion_patch` compares them
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..models.probing.module_inspection import device_of
-from .rotations import ADJACENT, HALVES, PlaneTable, geometric_planes
+from ..models.probing.planes import Planes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class DiffusionFamily:
         coordinates: (rope, …) → (…, N, A) coordinates for the arguments of the rotary module; a tuple where it returns
             several rotations, of images and of text.
         example: (model) → arguments of the rotary module for a few tokens, by name.
-        pairing: The two channels of a plane: `"adjacent"`, or the same channel of both halves of a head.
         heads_first: Whether queries and keys are (B, H, N, D), not (B, N, H, D), when attention has normalised them.
         text: Where tokens of text stand in the rotations: `"first"`; `"separate"` if they have rotations of their own;
             `"unrotated_first"` or `"unrotated_last"`, in attention modules that join them before the norm.
@@ -45,10 +44,9 @@ class DiffusionFamily:
     rope: str | None
     attentions: tuple[tuple[str, str], ...] = (("transformer_blocks", "attn1"),)
     argument: str = "image_rotary_emb"
-    planes: Callable[[Any], PlaneTable] | None = None
+    planes: Callable[[Any], Planes] | None = None
     coordinates: Callable[..., Any] | None = None
     example: Callable[[Any], dict] | None = None
-    pairing: str = ADJACENT
     heads_first: bool = False
     text: str = "unrotated_last"
     in_place: bool = False
@@ -72,6 +70,16 @@ class DiffusionFamily:
                     attention = getattr(block, name, None)
                     if attention is not None:
                         yield f"{part}.{index}.{name}", attention
+
+
+def geometric_planes(
+    channels: Sequence[int], theta: float = 10000.0, factors: Sequence[float] = (), pairing: str = "adjacent"
+) -> Planes:
+    """RoPE's planes of several axes, one after the other: ω_i = (factor·θ)^(−2i/d) for the d channels of an axis."""
+    thetas = [theta * factor for factor in factors] or [theta] * len(channels)
+    spectra = [[base ** (-index / count) for index in range(0, count, 2)] for count, base in zip(channels, thetas)]
+    numbers = [axis for axis, spectrum in enumerate(spectra) for _ in spectrum]
+    return Planes.from_pairing(sum(spectra, []), numbers, pairing)
 
 
 def grid_coordinates(starts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -111,23 +119,23 @@ def _place_ltx(
     return grid * 2 - 1  # (B, N, 3), from −1 to 1 at the base size
 
 
-def _ltx_planes(model: Any) -> PlaneTable:
+def _ltx_planes(model: Any) -> Planes:
     """Planes of all heads in a row: the three axes take turns, from π/2 to θπ/2; the rest of d/6 is not rotated."""
     rope = model.rope
     count = rope.dim // 6
     spectrum = [math.pi / 2 * rope.theta ** (index / max(count - 1, 1)) for index in range(count)]
     rest = rope.dim % 6 // 2
     frequencies = [0.0] * rest + [frequency for frequency in spectrum for _ in range(3)]
-    return PlaneTable(tuple(frequencies), (0,) * rest + (0, 1, 2) * count)
+    return Planes.from_pairing(frequencies, (0,) * rest + (0, 1, 2) * count, "adjacent")
 
 
-def _cosmos_planes(model: Any) -> PlaneTable:
+def _cosmos_planes(model: Any) -> Planes:
     rope = model.rope
     factors = (rope.t_ntk_factor, rope.h_ntk_factor, rope.w_ntk_factor)
-    return geometric_planes((rope.dim_t, rope.dim_h, rope.dim_w), factors=factors)
+    return geometric_planes((rope.dim_t, rope.dim_h, rope.dim_w), factors=factors, pairing="halves")
 
 
-def _cogvideox_planes(model: Any) -> PlaneTable:
+def _cogvideox_planes(model: Any) -> Planes:
     """As the pipelines compute them (`get_3d_rotary_pos_embed`): a quarter of the channels for time."""
     channels = model.config.attention_head_dim
     return geometric_planes((channels // 4, channels // 8 * 3, channels // 8 * 3))
@@ -223,7 +231,6 @@ FAMILIES = {
         planes=_cosmos_planes,
         coordinates=_place_patches,
         example=lambda model: {**_few_latents(model), "fps": 12},
-        pairing=HALVES,
         heads_first=True,
     ),
     "CogVideoXTransformer3DModel": DiffusionFamily(

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from ..models.encoding.encoding_traits import rotary_traits
@@ -14,7 +13,8 @@ from ..models.patched.rotary_patch import RotaryPatchConfig, require_unpatched
 from ..models.patched.tower_patch import Patchable, TowerPatch, TowerPlan, choose_target
 from ..models.patched.vision_patch import TowerConfig, make_tower_config
 from ..models.probing.attention_tower import AttentionTower
-from .rotations import PlaneTable, PretrainedFrequencies, StateRotations, build_blocks
+from ..models.probing.planes import Planes
+from .rotations import PretrainedFrequencies, StateRotations, build_blocks
 
 
 @dataclass
@@ -26,7 +26,7 @@ class LibraryPatch(TowerPatch[Patchable]):
         kind: As in [`LibraryTower`].
         heads, head_dim: Heads with separate rotations in every attention module, and their channels.
         turns: Whether frequencies are learned, so that the model's own rotation is turned further and not replaced.
-        table: The planes of models that rotate by the same frequencies in every layer.
+        planes: Those of models that rotate.
         train_grid, coordinates: Patches per axis in training and the convention of their coordinates, for models that
             do not rotate.
     """
@@ -35,14 +35,14 @@ class LibraryPatch(TowerPatch[Patchable]):
     heads: int
     head_dim: int
     turns: bool
-    table: PlaneTable | None = field(default=None, kw_only=True)
+    planes: Planes | None = field(default=None, kw_only=True)
     train_grid: tuple[int, ...] = field(default=(), kw_only=True)
     coordinates: str = field(default="", kw_only=True)
 
     def describe_base(self, module: nn.Module) -> dict:
         base: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "train_grid": list(self.train_grid)}
-        if self.table is not None:
-            base["frequencies"] = [float(f"{value:.5g}") for value in self.table.frequencies]
+        if self.planes is not None and self.planes.axes:
+            base["frequencies"] = [float(f"{value:.5g}") for value in self.planes.speeds]
         return base
 
     def model_type(self, module: nn.Module) -> str:
@@ -97,11 +97,10 @@ class LibraryTower(AttentionTower):
         """(heads, head_dim) of an attention module, or of its keys unless its own rotation is turned further."""
         raise NotImplementedError
 
-    def read_start(self, head_dim: int) -> tuple[torch.Tensor, PlaneTable | None, str]:
+    def read_start(self) -> Planes:
         """
-        The (A, attention modules or 1, heads or 1, planes) frequencies of a model that rotates; as a table of planes,
-        or `None` if some turn along two axes; and the two channels of a plane. Raises `ValueError` if it computes other
-        cos and sin for a few tokens.
+        The planes of a model that rotates, of all heads in a row where one cos and sin cover these. Raises `ValueError`
+        if it computes other cos and sin for a few tokens.
         """
         raise NotImplementedError
 
@@ -142,11 +141,12 @@ def _plan_tower(tower: LibraryTower, config: RotaryPatchConfig) -> TowerPlan:
         patch.coordinates = str(rotary_config.coordinates)
         build: Callable[[], nn.Module] = partial(_build_from_grid, rotary_config, config, heads, layers)
     else:
-        spectrum, patch.table, pairing = tower.read_start(head_dim)
+        patch.planes = planes = tower.read_start()
         if not turns:
-            build = partial(build_blocks, spectrum, layers, config, heads, head_dim, pairing, tower.label)
-        elif patch.table is not None:
-            build = partial(PretrainedFrequencies, patch.table, layers, config, pairing)
+            split = planes.split_heads(head_dim // 2)
+            build = partial(build_blocks, split, layers, config, heads, head_dim, tower.label)
+        elif planes.axes:
+            build = partial(PretrainedFrequencies, planes, layers, config)
         else:
             raise ValueError(
                 f"{tower.label} learns the frequencies of every layer and head already: train rope.freqs, or pass "

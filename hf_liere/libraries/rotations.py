@@ -6,8 +6,6 @@ them, in float64 or from a table, the start has the same bits. Blocks rotate que
 them, and the model's own rotation becomes the identity.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -16,51 +14,14 @@ from transformers import initialization as init
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.fast.dispatch import working_dtype
+from ..models.probing.planes import Planes
 from ..models.rotation.model_basis import rotate_one
 from ..models.rotation.rotation import LearnedRotations, TokenRotation
 from .schedules import Schedule, ScheduleInput
 
 
-ADJACENT, HALVES = "adjacent", "halves"
 # Either complex numbers, or cos and sin.
 Turn: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PlaneTable:
-    """
-    The planes of an attention module in the order of its channels.
-
-    Attributes:
-        frequencies: ω of every plane, 0 for planes that the model does not rotate.
-        axes: For every plane, the axis a of its angle p_a ω.
-    """
-
-    frequencies: tuple[float, ...]
-    axes: tuple[int, ...]
-
-    @property
-    def num_axes(self) -> int:
-        return max(self.axes) + 1
-
-    @property
-    def rotated(self) -> list[int]:
-        """The planes that rotate."""
-        return [plane for plane, frequency in enumerate(self.frequencies) if frequency]
-
-    def spectrum(self, planes: int) -> torch.Tensor:
-        """(A, 1, heads or 1, planes) frequencies in float64, for heads of this many planes."""
-        axes, frequencies = torch.tensor(self.axes), torch.tensor(self.frequencies, dtype=torch.float64)
-        serves = axes == torch.arange(self.num_axes).unsqueeze(-1)  # (A, planes of all heads)
-        return (serves * frequencies).view(self.num_axes, 1, -1, planes)
-
-
-def geometric_planes(channels: Sequence[int], theta: float = 10000.0, factors: Sequence[float] = ()) -> PlaneTable:
-    """RoPE's planes of several axes, one after the other: ω_i = (factor·θ)^(−2i/d) for the d channels of an axis."""
-    thetas = [theta * factor for factor in factors] or [theta] * len(channels)
-    spectra = [[base ** (-index / count) for index in range(0, count, 2)] for count, base in zip(channels, thetas)]
-    numbers = [axis for axis, spectrum in enumerate(spectra) for _ in spectrum]
-    return PlaneTable(tuple(frequency for spectrum in spectra for frequency in spectrum), tuple(numbers))
 
 
 class PretrainedFrequencies(LearnedRotations):
@@ -68,28 +29,27 @@ class PretrainedFrequencies(LearnedRotations):
     RoPE with learned frequencies in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
 
     Args:
-        table: The planes of every attention module.
+        planes: Those of every attention module.
         layers: Indices of the attention modules that learn.
         config: A `RotaryPatchConfig`.
-        pairing: The two channels of a plane, `ADJACENT` or `HALVES`.
 
     Attributes:
-        log_factors: (layers or 1, rotated planes), the δ.
+        log_factors: (layers or 1, turning planes), the δ.
     """
 
-    def __init__(self, table: PlaneTable, layers: list[int], config: Any, pairing: str):
+    def __init__(self, planes: Planes, layers: list[int], config: Any):
         super().__init__()
         if config.block_size not in (None, 2):
             raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
-        self.config, self.table, self.pairing = config, table, pairing
+        self.config, self.style = config, str(planes.style)
         self.place = {layer: 0 if config.share_layers else place for place, layer in enumerate(layers)}
-        axes = torch.tensor(table.axes)
-        self.log_factors = self.new_parameter(len(set(self.place.values())), len(table.rotated))
+        axes = torch.tensor(planes.axes)
+        self.log_factors = self.new_parameter(len(set(self.place.values())), len(planes.turning))
         # The bits of float32 numbers: conversions of the model to half types leave integers as they are.
-        bits = torch.tensor(table.frequencies, dtype=torch.float32).view(torch.int32)  # (planes,)
+        bits = torch.tensor(planes.speeds, dtype=torch.float32).view(torch.int32)  # (planes,)
         same_axis = axes == axes.unsqueeze(-1)  # (planes, planes)
         self.register_buffer("frequency_bits", bits, persistent=False)
-        self.register_buffer("rotated", torch.tensor(table.rotated), persistent=False)  # (rotated planes,)
+        self.register_buffer("turning", torch.tensor(planes.turning), persistent=False)  # (turning planes,)
         self.register_buffer("axes", axes, persistent=False)  # (planes,)
         self.register_buffer("ranks", same_axis.tril(-1).sum(-1), persistent=False)  # (planes,)
         self.register_buffer("channels", 2 * same_axis.sum(-1), persistent=False)  # (planes,)
@@ -123,8 +83,8 @@ class PretrainedFrequencies(LearnedRotations):
         # e^δ − 1, exactly 0 at the start
         change = torch.zeros_like(frequencies)
         if layer in self.place:
-            rotated = self.log_factors[self.place[layer]].to(device, dtype).expm1()  # (rotated planes,)
-            change = change.index_copy(0, self.rotated.to(device), rotated)  # (planes,)
+            turning = self.log_factors[self.place[layer]].to(device, dtype).expm1()  # (turning planes,)
+            change = change.index_copy(0, self.turning.to(device), turning)  # (planes,)
         factor: torch.Tensor | float = 1.0
         if schedule is not None:
             axes, ranks, channels = (x.to(device) for x in (self.axes, self.ranks, self.channels))
@@ -133,17 +93,17 @@ class PretrainedFrequencies(LearnedRotations):
             # e^δ m − 1, exactly e^δ − 1 where the schedule changes nothing
             change = change * multipliers + (multipliers - 1)
         angles = coordinates.to(dtype).index_select(-1, self.axes.to(device)) * (frequencies * change)  # (…, N, planes)
-        return turn_further(turn, angles, self.pairing, factor)
+        return turn_further(turn, angles, self.style, factor)
 
 
-def turn_further(turn: Turn, angles: torch.Tensor, pairing: str, factor: torch.Tensor | float = 1.0) -> Turn:
+def turn_further(turn: Turn, angles: torch.Tensor, style: str, factor: torch.Tensor | float = 1.0) -> Turn:
     """A rotation turned by (…, N, planes) angles and multiplied by a factor; an angle of 0 leaves the same bits."""
     if isinstance(turn, torch.Tensor):
         real = turn.real.dtype
         return turn * torch.complex((angles.cos() * factor).to(real), (angles.sin() * factor).to(real))
     cos, sin = turn
     planes = [(x * factor).to(cos.dtype) for x in (angles.cos(), angles.sin())]  # 2 × (…, N, planes)
-    if pairing == ADJACENT:
+    if style == "adjacent":
         more_cos, more_sin = (x.repeat_interleave(2, dim=-1) for x in planes)  # (…, N, D) each
     else:
         more_cos, more_sin = (torch.cat([x, x], dim=-1) for x in planes)
@@ -165,12 +125,12 @@ def identity_turn(turn: Turn) -> Turn:
     return torch.ones_like(turn[0]), torch.zeros_like(turn[1])
 
 
-def require_known(turn: Turn, angles: torch.Tensor, pairing: str, label: str, library: str) -> None:
+def require_known(turn: Turn, angles: torch.Tensor, style: str, label: str, library: str) -> None:
     """Raise `ValueError` if a model's own rotation is not the one by (…, N, planes) angles."""
     found = (turn,) if isinstance(turn, torch.Tensor) else turn
     tokens = found[0].shape[:-1]
     if tokens.numel() == angles.shape[:-1].numel():
-        known = turn_further(identity_turn(turn), angles.reshape(*tokens, -1), pairing)
+        known = turn_further(identity_turn(turn), angles.reshape(*tokens, -1), style)
         # Models compute angles in float32, and may round cos and sin to half types.
         rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
         tolerance = rounded + 2e-6 * angles.abs().max()
@@ -228,32 +188,32 @@ class StateRotations(LearnedRotations):
 
 
 def build_blocks(
-    spectrum: torch.Tensor, layers: list[int], config: Any, heads: int, head_dim: int, pairing: str, label: str
+    planes: Planes, layers: list[int], config: Any, heads: int, head_dim: int, label: str
 ) -> StateRotations:
     """
     Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation.
 
     Args:
-        spectrum: (A, attention modules or 1, heads or 1, planes) frequencies.
+        planes: Those of a head, of every attention module or of all.
         label: The model, for messages.
 
     Raises:
         ValueError: if the planes do not make such blocks.
     """
-    spectrum = spectrum if spectrum.shape[1] == 1 else spectrum[:, layers]
-    for shared, size in zip(("share_layers", "share_heads"), spectrum.shape[1:3]):
+    frequencies = planes.frequencies if planes.frequencies.shape[1] == 1 else planes.frequencies[:, layers]
+    for shared, size in zip(("share_layers", "share_heads"), frequencies.shape[1:3]):
         if getattr(config, shared) and size > 1:
             raise ValueError(f"{shared}=True: the {shared[6:]} of {label} rotate with different frequencies.")
     try:
         rotary = LieRotaryEmbedding(
             heads,
             head_dim,
-            len(spectrum),
+            planes.num_axes,
             config.position_encoding,
             config.block_size,
             num_layers=len(layers),
-            frequencies=spectrum.cpu(),
-            pairing=pairing,
+            frequencies=frequencies,
+            pairing=planes.pairs or "adjacent",
             share_heads=config.share_heads,
             share_layers=config.share_layers,
             relative_axis=config.relative_axis,

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..models.probing.planes import Planes
 from .library_patch import LibraryPatch, LibraryTower
-from .rotations import ADJACENT, HALVES, PlaneTable
 from .timm_forward import (
     begin_batch,
     begin_image,
@@ -23,7 +22,7 @@ from .timm_forward import (
     take_indices,
     turn_attention,
 )
-from .timm_rope import find_table, read_spectrum
+from .timm_rope import read_planes
 
 
 # The classes of models, and where each makes tokens of an image.
@@ -152,9 +151,7 @@ class TimmTower(LibraryTower):
         heads = attention.num_heads
         return heads if turns else getattr(attention, "num_kv_heads", heads), attention.head_dim
 
-    def read_start(self, head_dim: int) -> tuple[torch.Tensor, PlaneTable | None, str]:
+    def read_start(self) -> Planes:
         grid = (4, 4) if self.kind == "NaFlexVit" else self.train_grid
-        half = bool(getattr(self.attentions[0][1], "rotate_half", False))
-        pairing = HALVES if half else ADJACENT
-        spectrum = read_spectrum(self.module.rope, pairing, grid, self.label)
-        return spectrum, find_table(spectrum), pairing
+        pairing = "halves" if getattr(self.attentions[0][1], "rotate_half", False) else "adjacent"
+        return read_planes(self.module.rope, pairing, grid, self.label)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..models.fast.dispatch import working_dtype
-from .rotations import PlaneTable, require_known
+from ..models.probing.planes import Planes, pair_channels
+from .rotations import require_known
 
 
 def _axial(frequencies: torch.Tensor) -> torch.Tensor:
@@ -33,14 +34,6 @@ SPECTRA: dict[str, Callable[[Any], torch.Tensor]] = {
     "RotaryEmbeddingMixed": lambda rope: rope.freqs.detach().double(),
     "RotaryEmbeddingMRope": _by_section,
 }
-
-
-def find_table(spectrum: torch.Tensor) -> PlaneTable | None:
-    """The planes of (2, layers, heads, planes) frequencies; `None` if a plane turns along both axes (RoPE-Mixed)."""
-    if spectrum.shape[1:3] != (1, 1) or ((spectrum != 0).sum(0) > 1).any():
-        return None
-    planes = spectrum[:, 0, 0].cpu()  # (2, planes)
-    return PlaneTable(tuple(planes.sum(0).tolist()), tuple((planes != 0).int().argmax(0).tolist()))
 
 
 def place_patches(rope: Any, shapes: torch.Tensor, length: int) -> torch.Tensor:
@@ -76,11 +69,11 @@ def place_patches(rope: Any, shapes: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_spectrum(rope: nn.Module, pairing: str, grid: tuple[int, int], label: str) -> torch.Tensor:
+def read_planes(rope: nn.Module, pairing: str, grid: tuple[int, int], label: str) -> Planes:
     """
-    (2, layers or 1, heads or 1, planes) frequencies in float64 of a rotary module, whose cos and sin for the grid of
-    its model and for another one were compared with these. Raises `ValueError` if the module is of an unknown class,
-    draws random coordinates, or computes other rotations.
+    The planes of a rotary module, whose cos and sin for the grid of its model and for another one were compared with
+    these. Raises `ValueError` if the module is of an unknown class, draws random coordinates, or computes other
+    rotations.
     """
     name = type(rope).__name__
     module: Any = rope
@@ -103,4 +96,4 @@ def read_spectrum(rope: nn.Module, pairing: str, grid: tuple[int, int], label: s
         places = place_patches(module, torch.tensor([shape], device=cos.device), math.prod(shape))[0]  # (N, 2)
         angles = torch.einsum("na,alhp->lhnp", places, spectrum.to(places))  # (layers, heads, N, planes)
         require_known((cos, sin), angles, pairing, f"{label}: {name}", "timm")
-    return spectrum
+    return Planes(spectrum, pair_channels(pairing, spectrum.shape[-1]))

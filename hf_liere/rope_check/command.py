@@ -20,7 +20,7 @@ from .diffusion_models import find_diffusion_rotations
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
 from .reading import FoundRotation, UnreadableError, find_rotations
-from .rotation import STYLES, Rotation, make_states
+from .rotation import STYLE_NAMES, Rotation, make_states
 from .vectors import Vectors, check_file, read_vectors, write_vectors
 
 
@@ -101,18 +101,19 @@ def _describe_rotation(found: FoundRotation) -> list[tuple[str, str]]:
     if counts[None]:
         layers += f"; {counts[None]} could not be called alone"
     described = [("layers", layers)]
-    if rotation.pairs is not None:
-        shown = ", ".join(map(str, rotation.pairs[:2]))
-        style = STYLES.get(rotation.style or "", "pairs")
-        described.append(("channels", f"{2 * rotation.num_planes} of {rotation.head_dim} rotate, {style} {shown}, …"))
-    if rotation.num_axes > 1:
-        described.append(("axes", f"{rotation.num_axes}, by plane {_describe_runs(rotation.axes)}"))
+    planes = rotation.planes
+    if planes.pairs is not None:
+        shown = ", ".join(map(str, planes.pairs[:2]))
+        style = STYLE_NAMES.get(planes.style or "", "pairs")
+        described.append(("channels", f"{2 * planes.num_planes} of {rotation.head_dim} rotate, {style} {shown}, …"))
+    if planes.num_axes > 1:
+        described.append(("axes", f"{planes.num_axes}, by plane {_describe_runs(planes.axes)}"))
     if rotation.law is not None:
         law = dict(rotation.law)
         fields = ", ".join(f"{key} {_show(law[key])}" for key in sorted(law) if key not in ("rope_type", "count"))
         described.append(("frequencies", f"{len(set(rotation.frequency_of_plane))}, {law['rope_type']}, {fields}"))
-    if rotation.factor != 1:
-        described.append(("factor", f"cos and sin times {rotation.factor:.6g}"))
+    if planes.factor != 1:
+        described.append(("factor", f"cos and sin times {planes.factor:.6g}"))
     return described + [("" if row else "period", text) for row, text in enumerate(_draw_spectrum(rotation))]
 
 
@@ -136,15 +137,15 @@ def _draw_spectrum(rotation: Rotation) -> list[str]:
         return ["no plane turns"]
     low, high = math.log(float(turning.min())), math.log(float(turning.max()))
     lines = []
-    for axis in sorted(set(rotation.axes)):
-        own = [float(rate) for rate, other in zip(rates, rotation.axes) if other == axis]
+    for axis in sorted(set(rotation.planes.axes)):
+        own = [float(rate) for rate, other in zip(rates, rotation.planes.axes) if other == axis]
         step = max(1, math.ceil(len(own) / WIDTH))
         levels = [(math.log(rate) - low) / max(high - low, 1e-9) if rate > 0 else -1.0 for rate in own[::step]]
         bars = "".join(" " if level < 0 else BARS[round(level * (len(BARS) - 1))] for level in levels)
         used = [rate for rate in own if rate > 0]
         if used:
             longest, shortest = 2 * math.pi / min(used), 2 * math.pi / max(used)
-            label = f"axis {axis} " if rotation.num_axes > 1 else ""
+            label = f"axis {axis} " if rotation.planes.num_axes > 1 else ""
             lines.append(f"{label}{bars} {shortest:.3g} … {longest:.3g} positions")
     return lines
 

@@ -100,13 +100,13 @@ class Evidence:
             parts = []
             for name in names:
                 given, wanted = self.tensors[name], expected[name]
-                if given.shape[-1] == rotation.num_planes and name in ("cos", "sin"):
+                if given.shape[-1] == rotation.planes.num_planes and name in ("cos", "sin"):
                     # One column for each plane.
-                    wanted, planes = wanted[:, rotation.columns], list(range(rotation.num_planes))
+                    wanted, planes = wanted[:, rotation.columns], list(range(rotation.planes.num_planes))
                 if given.shape != wanted.shape:
                     return None
                 parts.append((given.double() - wanted).nan_to_num(math.inf))
-            error = torch.stack(parts).square().sum(0).sqrt() / rotation.factor  # (N, channels)
+            error = torch.stack(parts).square().sum(0).sqrt() / rotation.planes.factor  # (N, channels)
             types = [self.tensors[name].dtype for name in names]
             types += [self.grids[name] for name in names if self.grids[name] in accepted]
             # cos and sin are off by half of this, and by as much again if the factor rounds by itself.
@@ -128,7 +128,7 @@ def _planes_of_channels(rotation: Rotation) -> tuple[list[int], list[int]]:
     """By channel of a head, its plane and the other channel of this; −1 and itself where there is none."""
     width = rotation.head_dim or 0
     planes, others = [-1] * width, list(range(width))
-    for plane, (first, second) in enumerate(rotation.pairs or ()):
+    for plane, (first, second) in enumerate(rotation.planes.pairs or ()):
         planes[first] = planes[second] = plane
         others[first], others[second] = second, first
     return planes, others
@@ -259,9 +259,9 @@ def estimate_frequencies(rotation: Rotation, evidence: Evidence) -> torch.Tensor
     (planes,) angles found for each position, in radians, from the token nearest to zero; `None` if the tensors have
     other shapes.
     """
-    coordinates = (evidence.positions.double() + rotation.offset)[:, list(rotation.axes)]  # (N, planes)
+    coordinates = (evidence.positions.double() + rotation.offset)[:, list(rotation.planes.axes)]  # (N, planes)
     size, token = coordinates.abs().where(coordinates != 0, math.inf).min(0)  # 2 × (planes,)
-    place = token, torch.arange(rotation.num_planes)
+    place = token, torch.arange(rotation.planes.num_planes)
     if size.isinf().any():
         return None
     tensors = {name: value.double() for name, value in evidence.tensors.items()}
@@ -274,7 +274,7 @@ def estimate_frequencies(rotation: Rotation, evidence: Evidence) -> torch.Tensor
         return torch.atan2(sin, cos)[place] / coordinates[place]
     for name in ("query", "key"):
         rotated = tensors.get(f"rotated_{name}")
-        if rotated is not None and rotation.pairs is not None and rotated.shape == evidence.states[name].shape:
+        if rotated is not None and rotation.planes.pairs is not None and rotated.shape == evidence.states[name].shape:
             first, second = rotation.paired_channels
             state = evidence.states[name].double()
             x, y, u, v = state[:, first], state[:, second], rotated[:, first], rotated[:, second]  # (N, planes)

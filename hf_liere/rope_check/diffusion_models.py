@@ -11,13 +11,14 @@ from ..errors import InputError, require_libraries
 from ..libraries.diffusion_patch import DiffusionTower
 from ..libraries.families import FAMILIES
 from ..libraries.library_patch import plan_library
-from ..libraries.rotations import PlaneTable, PretrainedFrequencies
+from ..libraries.rotations import PretrainedFrequencies
 from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
+from ..models.probing.planes import Planes
 from ..storage.loading import find_diffusers_config, translate_loading_errors
 from ..storage.saved_model import ADAPTER_CONFIG
 from .reading import FoundRotation
-from .rotation import Rotation, make_pairs
+from .rotation import Rotation
 
 
 def find_diffusion_rotations(name: str, with_weights: bool, revision: str | None = None) -> Iterator[FoundRotation]:
@@ -65,11 +66,11 @@ def _load(name: str, kind: str, subfolder: str | None, revision: str | None, wit
 def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundRotation:
     family, remarks = FAMILIES[str(DiffusionTower.find_kind(model))], []
     if any(True for _ in patched_towers(model)):
-        table, encoding = model.rotary_patch.table, model.rotary_encoding
-        remarks = _describe_learned(table, encoding)
+        planes = model.rotary_patch.planes
+        remarks = _describe_learned(planes, model.rotary_encoding)
     else:
         assert family.planes is not None, "a family that rotates"
-        table = family.planes(model)
+        planes = family.planes(model)
         if with_weights:
             config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
             plan_library(DiffusionTower, model, config)
@@ -77,29 +78,18 @@ def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundRotat
             remarks.append(f"learned rotations lie beside the model ({ADAPTER_CONFIG}); --weights reads them")
     if with_weights:
         remarks.append("compared with the cos and sin that the model computes for a few tokens")
-    rotated, pairs = table.rotated, make_pairs(family.pairing, len(table.axes))
-    count = len(rotated)
-    name = ".".join(filter(None, (part, family.rope or family.argument)))
-    rotation = Rotation(
-        name=name,
-        frequencies=torch.tensor([table.frequencies[plane] for plane in rotated], dtype=torch.float64),
-        axes=tuple(table.axes[plane] for plane in rotated),
-        num_axes=table.num_axes,
-        channels=tuple(range(count)),
-        pairs=tuple(pairs[plane] for plane in rotated),
-        head_dim=2 * len(table.axes),
-        frequency_of_plane=tuple(range(count)),
-    )
+    name, order = ".".join(filter(None, (part, family.rope or family.argument))), tuple(range(len(planes.turning)))
+    rotation = Rotation(name, planes.choose(planes.turning), order, 2 * planes.num_planes, order)
     return FoundRotation(rotation, model, {layer: True for layer, _ in family.find_attentions(model)}, remarks)
 
 
-def _describe_learned(table: PlaneTable, encoding: Any) -> list[str]:
+def _describe_learned(planes: Planes, encoding: Any) -> list[str]:
     """What the learned rotations of a patched model change."""
     if not isinstance(encoding, PretrainedFrequencies):
         config = encoding.config
         return [f"{config.position_encoding} with blocks of {encoding.encoding.block_size} has replaced this rotation"]
     factors = encoding.log_factors.detach().double().exp()  # (layers or 1, rotated planes)
-    axes = torch.tensor(table.axes)[table.rotated]
-    by_axis = (factors[:, axes == axis] for axis in range(table.num_axes))
+    axes = torch.tensor(planes.axes)[planes.turning]
+    by_axis = (factors[:, axes == axis] for axis in range(planes.num_axes))
     shown = (f"{one.min():.3g} … {one.max():.3g} on axis {axis}" for axis, one in enumerate(by_axis))
     return [f"learned factors of these frequencies: {', '.join(shown)}"]

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .rotation import STYLES, Rotation, compute_law, make_pairs
+from ..models.probing.planes import STYLES, Planes, pair_channels
+from .rotation import STYLE_NAMES, Rotation, compute_law
 from .spectrum import compute_spectrum
 
 
@@ -67,11 +68,11 @@ def find_faults(
             law = {**rotation.law, "rope_theta": theta}
             frequencies, _ = compute_law(law, rotation.frequency_of_plane)
             name = f"rope_theta {theta:g} instead of {rotation.law['rope_theta']:g}"
-            yield Fault("base", name, replace(rotation, law=law, frequencies=frequencies))
+            yield Fault("base", name, rotation.turning_by(frequencies, law=law))
     for name, other in (others or {}).items():
-        same = other.num_planes == rotation.num_planes
+        same = other.planes.num_planes == rotation.planes.num_planes
         if same and name != rotation.name and not torch.equal(other.frequencies, rotation.frequencies):
-            changed = replace(rotation, law=other.law, frequencies=other.frequencies, factor=other.factor)
+            changed = rotation.turning_by(other.frequencies, law=other.law).with_planes(factor=other.planes.factor)
             yield Fault("layer type", f"frequencies of {name}", changed)
 
 
@@ -79,11 +80,11 @@ Found: TypeAlias = Iterator[tuple[str, Rotation]]
 
 
 def _find_pairs(rotation: Rotation) -> Found:
-    style = rotation.style
+    planes, style = rotation.planes, rotation.planes.style
     if style in STYLES:
         other = "adjacent" if style == "halves" else "halves"
-        pairs = make_pairs(other, rotation.num_planes, rotation.first_channel)
-        yield f"{STYLES[other]} instead of {STYLES[style]}", replace(rotation, pairs=pairs)
+        pairs = pair_channels(other, planes.num_planes, planes.first_channel)
+        yield f"{STYLE_NAMES[other]} instead of {STYLE_NAMES[style]}", rotation.with_planes(pairs=pairs)
 
 
 def _find_scaling(rotation: Rotation) -> Found:
@@ -98,52 +99,52 @@ def _find_scaling(rotation: Rotation) -> Found:
         other = "scaling applied twice (linear)", plain / factor**2
     for name, frequencies in ((f"scaling ignored ({kind})", plain), other):
         if not torch.equal(frequencies, rotation.frequencies):
-            yield name, replace(rotation, frequencies=frequencies)
+            yield name, rotation.turning_by(frequencies)
 
 
 def _find_factor(rotation: Rotation) -> Found:
-    if rotation.factor != 1:
-        yield f"attention factor ignored ({rotation.factor:.4g})", replace(rotation, factor=1.0)
-        yield f"attention factor applied twice ({rotation.factor:.4g})", replace(rotation, factor=rotation.factor**2)
+    factor = rotation.planes.factor
+    if factor != 1:
+        yield f"attention factor ignored ({factor:.4g})", rotation.with_planes(factor=1.0)
+        yield f"attention factor applied twice ({factor:.4g})", rotation.with_planes(factor=factor**2)
 
 
 def _find_partial(rotation: Rotation) -> Found:
-    law, head_dim, count = rotation.law, rotation.head_dim, rotation.num_planes
-    if law is None or head_dim is None or 2 * count >= head_dim or rotation.num_axes > 1 or rotation.first_channel:
+    law, head_dim, planes = rotation.law, rotation.head_dim, rotation.planes
+    count = planes.num_planes
+    if law is None or head_dim is None or 2 * count >= head_dim or planes.num_axes > 1 or planes.first_channel:
         return
     spectrum, _ = compute_spectrum({**law, "count": head_dim // 2})
     name = f"frequencies counted over all {head_dim} channels instead of the {2 * count} that rotate"
-    yield name, replace(rotation, frequencies=spectrum[:count])
-    style = rotation.style
-    if style in STYLES:
+    yield name, rotation.turning_by(spectrum[:count])
+    if planes.style in STYLES:
         whole = head_dim // 2
         yield (
             f"partial factor ignored: all {head_dim} channels rotate instead of {2 * count}",
             replace(
                 rotation,
-                frequencies=spectrum,
+                planes=Planes.from_pairing(spectrum, (0,) * whole, planes.style, factor=planes.factor),
                 frequency_of_plane=tuple(range(whole)),
                 law={**law, "count": whole},
-                axes=(0,) * whole,
                 channels=(*range(whole), *range(whole)),
-                pairs=make_pairs(style, whole),
             ),
         )
 
 
 def _find_place(rotation: Rotation) -> Found:
-    if rotation.style not in STYLES or rotation.head_dim in (None, 2 * rotation.num_planes):
+    style, count = rotation.planes.style, rotation.planes.num_planes
+    if style not in STYLES or rotation.head_dim in (None, 2 * count):
         return
-    first = rotation.first_channel
-    start = 0 if first else rotation.head_dim - 2 * rotation.num_planes
+    first = rotation.planes.first_channel
+    start = 0 if first else rotation.head_dim - 2 * count
     name = f"the channels from {start} of each head rotate instead of those from {first}"
-    yield name, replace(rotation, pairs=make_pairs(rotation.style, rotation.num_planes, start))
+    yield name, rotation.with_planes(pairs=pair_channels(style, count, start))
 
 
 def _find_sections(rotation: Rotation) -> Found:
-    if rotation.num_axes == 1:
+    if rotation.planes.num_axes == 1:
         return
-    axes, frequencies, count = rotation.axes, rotation.frequency_of_plane, rotation.num_planes
+    axes, frequencies, count = rotation.planes.axes, rotation.frequency_of_plane, rotation.planes.num_planes
     if len(set(frequencies)) < count:
         # Every axis has the whole spectrum.
         planes = list(zip(axes, frequencies))
@@ -154,15 +155,15 @@ def _find_sections(rotation: Rotation) -> Found:
             if order != planes:
                 yield name, _assign(rotation, *zip(*order))
         return
-    cycle = tuple(plane % rotation.num_axes for plane in range(count))
-    interleaved = tuple(a if plane // rotation.num_axes < axes.count(a) else 0 for plane, a in enumerate(cycle))
+    cycle = tuple(plane % rotation.planes.num_axes for plane in range(count))
+    interleaved = tuple(a if plane // rotation.planes.num_axes < axes.count(a) else 0 for plane, a in enumerate(cycle))
     names = {tuple(sorted(axes)): "blocked", interleaved: "interleaved"}
     found = names.get(axes, "as in the file")
     names.setdefault(cycle, "in turn to the last plane")
     for order, name in names.items():
         if order != axes:
             yield f"sections {name} instead of {found}", _assign(rotation, order, frequencies)
-    for axis in range(rotation.num_axes):
+    for axis in range(rotation.planes.num_axes):
         yield f"sections ignored: every plane reads axis {axis}", _assign(rotation, (axis,) * count, frequencies)
 
 
@@ -170,15 +171,15 @@ def _assign(rotation: Rotation, axes: tuple[int, ...], frequencies: tuple[int, .
     """With other axes, and the frequencies of these indices."""
     where = [rotation.frequency_of_plane.index(frequency) for frequency in frequencies]
     values = rotation.frequencies[where]  # (planes,)
-    return replace(rotation, axes=tuple(axes), frequencies=values, frequency_of_plane=tuple(frequencies))
+    return rotation.turning_by(values, axes, frequency_of_plane=tuple(frequencies))
 
 
 def _find_axes(rotation: Rotation) -> Found:
-    for order in itertools.permutations(range(rotation.num_axes)):
-        axes = tuple(order[axis] for axis in rotation.axes)
-        if axes != rotation.axes:
-            name = "axes exchanged" if rotation.num_axes == 2 else f"axes in the order {order}"
-            yield f"{name}: positions are read from other columns", replace(rotation, axes=axes)
+    for order in itertools.permutations(range(rotation.planes.num_axes)):
+        axes = tuple(order[axis] for axis in rotation.planes.axes)
+        if axes != rotation.planes.axes:
+            name = "axes exchanged" if rotation.planes.num_axes == 2 else f"axes in the order {order}"
+            yield f"{name}: positions are read from other columns", rotation.turning_by(rotation.frequencies, axes)
 
 
 _FINDERS: dict[str, Callable[[Rotation], Found]] = {

@@ -74,7 +74,7 @@ def find_positions_of(found: FoundRotation) -> torch.Tensor:
     """(N, A) positions at which a rotation is compared: chosen ones, or an image's for modules that read pixels."""
     if found.reads_pixels:
         return found.coordinates_of_image(found.image_size(GRID))
-    return choose_positions(found.rotation.num_axes, found.rotation.longest)
+    return choose_positions(found.rotation.planes.num_axes, found.rotation.longest)
 
 
 def _compare(found: FoundRotation, rope: nn.Module, dtype: torch.dtype, others: dict | None) -> Diagnosis:
@@ -111,7 +111,7 @@ def _compare_sequences(found: FoundRotation) -> Iterator[str]:
         if not _are_equal(alone, [x[token : token + 1] for x in whole]):
             yield f"position {positions[token].tolist()} alone, as with a cache, gets another rotation"
             break
-    read = positions[:, sorted(set(found.rotation.axes))].unique(dim=0)
+    read = positions[:, sorted(set(found.rotation.planes.axes))].unique(dim=0)
     distinct = len(torch.cat(whole, 1).unique(dim=0))
     if distinct < len(read):
         yield f"{len(read) - distinct} of {len(read)} positions have the same rotation as another"

@@ -16,8 +16,9 @@ from ..models.patched.tower_patch import patched_towers
 from ..models.probing.attention_probe import Probe
 from ..models.probing.coordinate_probe import TOKENS, CoordinateProbe, find_positions, frequency_buffers, split_cos_sin
 from ..models.probing.module_inspection import takes
+from ..models.probing.planes import Pairs, Planes
 from ..models.probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
-from ..models.probing.rope_pairs import Pairs, find_key_sources, find_pairs, rotates
+from ..models.probing.rope_pairs import find_key_sources, find_pairs, rotates
 from .rotation import Rotation, compute_law
 from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
 
@@ -81,7 +82,8 @@ class FoundRotation:
     def coordinates_of_image(self, size: tuple[int, int]) -> torch.Tensor:
         """(N, A), float64, of an image."""
         found = CoordinateProbe(self.rope)(torch.zeros(1, 3, *size), **self.options)  # (…, N, D)
-        columns = [self.rotation.columns[self.rotation.axes.index(axis)] for axis in range(self.rotation.num_axes)]
+        planes = self.rotation.planes
+        columns = [self.rotation.columns[planes.axes.index(axis)] for axis in range(planes.num_axes)]
         return found.flatten(0, -2)[:, columns].double()
 
     def image_size(self, grid: tuple[int, int]) -> tuple[int, int]:
@@ -167,12 +169,8 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
         remarks.append("which channels attention rotates is unknown: it cannot be called alone, or moves channels")
     rotation = Rotation(
         name=label,
-        frequencies=frequencies,
-        axes=tuple(axes[axis] for axis in layout.axes_of_planes),
-        num_axes=num_axes,
+        planes=Planes.from_pairing(frequencies, [axes[a] for a in layout.axes_of_planes], pairs, num_axes, factor),
         channels=layout.planes,
-        factor=factor,
-        pairs=pairs,
         head_dim=head_dim,
         law=law,
         frequency_of_plane=indices,

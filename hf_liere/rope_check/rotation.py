@@ -1,17 +1,18 @@
 """What a rotary position embedding computes, in float64, right or with the faults that implementations have."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..models.probing.planes import Planes
 from .spectrum import compute_spectrum
 
 
 STATES = ("query", "key")
-# Ways in which the two channels of a plane lie in a head, as users read them.
-STYLES = {"halves": "halves", "adjacent": "adjacent pairs"}
+# Styles of planes, as users read them.
+STYLE_NAMES = {"halves": "halves", "adjacent": "adjacent pairs"}
 # What a file says of a rotation beside its tensors.
 DESCRIBED = "name num_axes axes channels factor pairs head_dim law frequency_of_plane longest".split()
 
@@ -19,18 +20,14 @@ DESCRIBED = "name num_axes axes channels factor pairs head_dim law frequency_of_
 @dataclass(frozen=True)
 class Rotation:
     """
-    One rotation of a model: plane i turns by the angle p_a ω_i, where a is its axis.
+    One rotation of a model.
 
     Attributes:
         name: The rotary module, and the type of its layers after a colon where it serves several.
-        frequencies: (planes,) ω, radians for each position, float64.
-        axes: By plane, the column of the positions that it reads.
-        num_axes: Columns of the positions.
+        planes: What turns; axes are columns of the positions.
         channels: By channel of cos and sin, its plane.
-        pairs: By plane, the channels (c, d) of a head that it rotates, c to c cos − d sin; `None` if unknown.
         head_dim: Channels of a head; `None` if unknown.
         frequency_of_plane: By plane, the index of its frequency in the spectrum of the law.
-        factor: By which cos and sin are multiplied.
         law: The formula of the frequencies, see [`compute_spectrum`]; `None` if they follow none.
         longest: The largest position that the model is made for.
         sign: −1 for an implementation whose sin has the opposite sign.
@@ -42,14 +39,10 @@ class Rotation:
     """
 
     name: str
-    frequencies: torch.Tensor
-    axes: tuple[int, ...]
-    num_axes: int
+    planes: Planes
     channels: tuple[int, ...]
-    pairs: tuple[tuple[int, int], ...] | None
     head_dim: int | None
     frequency_of_plane: tuple[int, ...]
-    factor: float = 1.0
     law: Mapping[str, Any] | None = None
     longest: float = 0.0
     sign: int = 1
@@ -62,36 +55,26 @@ class Rotation:
     unrotated: tuple[str, ...] = ()
 
     @property
-    def num_planes(self) -> int:
-        return len(self.axes)
-
-    @property
-    def style(self) -> str | None:
-        """How a plane's two channels lie in a head: `halves`, `adjacent`, another way, or unknown."""
-        fitting = (s for s in STYLES if self.pairs == make_pairs(s, self.num_planes, self.first_channel))
-        return None if self.pairs is None else next(fitting, "other")
-
-    @property
-    def first_channel(self) -> int:
-        """The first rotated channel of a head."""
-        return min(min(pair) for pair in self.pairs or ((0, 0),))
+    def frequencies(self) -> torch.Tensor:
+        """(planes,) ω in float64."""
+        return torch.tensor(self.planes.speeds, dtype=torch.float64)
 
     @property
     def columns(self) -> list[int]:
         """By plane, its first column of cos and sin."""
-        return [self.channels.index(plane) for plane in range(self.num_planes)]
+        return [self.channels.index(plane) for plane in range(self.planes.num_planes)]
 
     @property
     def paired_channels(self) -> tuple[list[int], list[int]]:
         """The first channels of all planes, and the second ones."""
-        pairs = self.pairs or ()
+        pairs = self.planes.pairs or ()
         return [first for first, _ in pairs], [second for _, second in pairs]
 
     def compute_angles(self, positions: torch.Tensor) -> torch.Tensor:
         """(N, A) positions → (N, planes) angles in radians, float64."""
         positions = _round(positions.double() + self.offset, self.position_dtype)
         frequencies = _round(self.frequencies, self.frequency_dtype)  # (planes,)
-        return _round(positions[:, list(self.axes)] * frequencies, self.phase_dtype)
+        return _round(positions[:, list(self.planes.axes)] * frequencies, self.phase_dtype)
 
     def compute(self, positions: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
@@ -105,7 +88,7 @@ class Rotation:
         cos, sin = self._turn(self.compute_angles(positions))  # (N, planes) each
         channels = list(self.channels)
         tensors = {"cos": cos[:, channels], "sin": sin[:, channels]}
-        for name in states if self.pairs is not None else ():
+        for name in states if self.planes.pairs is not None else ():
             state = states[name].double()
             rotated = state.clone()  # (N, head_dim)
             if name not in self.unrotated:
@@ -118,7 +101,7 @@ class Rotation:
 
     def _turn(self, angles: torch.Tensor) -> torch.Tensor:
         """(N, planes) angles → (2, N, planes) cos and sin, times the factor."""
-        return _round(self.factor * torch.stack([angles.cos(), self.sign * angles.sin()]), self.output_dtype)
+        return _round(self.planes.factor * torch.stack([angles.cos(), self.sign * angles.sin()]), self.output_dtype)
 
     def compute_noise(self, positions: torch.Tensor, relative: float) -> torch.Tensor:
         """
@@ -130,31 +113,35 @@ class Rotation:
         if {self.frequency_dtype, self.position_dtype, self.phase_dtype, self.output_dtype} == {torch.float64}:
             return noise
         for scale in (1 - relative, 1 + relative):
-            moved = replace(self, frequencies=scale * self.frequencies).compute_angles(positions)
+            moved = self.turning_by(scale * self.frequencies).compute_angles(positions)
             noise = noise.maximum((moved - angles).abs())
             if self.output_dtype != torch.float64:
-                noise = noise.maximum((self._turn(moved) - self._turn(angles)).norm(dim=0) / self.factor)
+                noise = noise.maximum((self._turn(moved) - self._turn(angles)).norm(dim=0) / self.planes.factor)
         return noise
+
+    def turning_by(self, frequencies: torch.Tensor, axes: Sequence[int] | None = None, **fields: Any) -> "Rotation":
+        """The same with other (planes,) frequencies, axes and fields."""
+        old = self.planes
+        planes = Planes.from_pairing(frequencies, axes or old.axes, old.pairs, old.num_axes, old.factor)
+        return replace(self, planes=planes, **fields)
+
+    def with_planes(self, **fields: Any) -> "Rotation":
+        """The same with planes of which some fields differ."""
+        return replace(self, planes=replace(self.planes, **fields))
 
     def describe(self) -> dict[str, Any]:
         """As JSON, for the metadata of a file; frequencies are tensors of the file."""
-        return {name: getattr(self, name) for name in DESCRIBED}
+        return {name: getattr(self.planes if hasattr(self.planes, name) else self, name) for name in DESCRIBED}
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any], frequencies: torch.Tensor) -> "Rotation":
         """The reverse of [`describe`]."""
         fields = {name: description[name] for name in DESCRIBED}
-        fields |= {name: tuple(fields[name]) for name in ("axes", "channels", "frequency_of_plane")}
-        if fields["pairs"] is not None:
-            fields["pairs"] = tuple((first, second) for first, second in fields["pairs"])
-        return cls(frequencies=frequencies.double(), **fields)
-
-
-def make_pairs(style: str, count: int, start: int = 0) -> tuple[tuple[int, int], ...]:
-    """The channels of `count` planes of a head, from the channel `start`, in halves or adjacent."""
-    if style == "halves":
-        return tuple((start + i, start + i + count) for i in range(count))
-    return tuple((start + 2 * i, start + 2 * i + 1) for i in range(count))
+        fields |= {name: tuple(fields[name]) for name in ("channels", "frequency_of_plane")}
+        pairs = fields.pop("pairs")
+        pairs = None if pairs is None else [(first, second) for first, second in pairs]
+        given = [fields.pop(name) for name in ("axes", "num_axes", "factor")]
+        return cls(planes=Planes.from_pairing(frequencies, given[0], pairs, *given[1:]), **fields)
 
 
 def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -183,7 +170,7 @@ def make_states(count: int, rotation: Rotation) -> dict[str, torch.Tensor]:
     `query` and `key`, (N, head_dim) float64, that tell faults apart: sines, exact to write in any language, and away
     from zero. None if it is unknown which channels rotate.
     """
-    if rotation.pairs is None or rotation.head_dim is None:
+    if rotation.planes.pairs is None or rotation.head_dim is None:
         return {}
     grid = torch.arange(count * rotation.head_dim, dtype=torch.float64).view(count, -1)
     # Multiples of 1/64 are exact in float32, and in bfloat16 up to 4.

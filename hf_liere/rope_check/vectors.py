@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ..errors import InputError
 from ..storage.targets import new_file
 from .diagnosis import TENSORS, Diagnosis, Evidence, diagnose
-from .rotation import STATES, STYLES, Rotation
+from .rotation import STATES, STYLE_NAMES, Rotation
 
 
 FORMAT, VERSION = "hf-liere-rope", "1"
@@ -149,7 +149,7 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
 def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Bring cos and sin to the layout of the model, in place, and say if it was another one."""
     names = [name for name in ("cos", "sin") if name in tensors and tensors[name].shape[1] % 2 == 0]
-    count = rotation.num_planes
+    count = rotation.planes.num_planes
     if not names or rotation.channels not in ((*range(count), *range(count)), tuple(i // 2 for i in range(2 * count))):
         return []
     is_halves = rotation.channels[1] == 1
@@ -163,4 +163,5 @@ def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> list[
         column = given[0]  # (N, planes)
         changed[name] = torch.cat([column, column], 1) if is_halves else column.repeat_interleave(2, 1)
     tensors |= changed
-    return [f"cos and sin are laid out for {STYLES['adjacent' if is_halves else 'halves']}, in the model for the other"]
+    given_style = STYLE_NAMES["adjacent" if is_halves else "halves"]
+    return [f"cos and sin are laid out for {given_style}, in the model for the other"]

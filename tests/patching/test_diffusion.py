@@ -108,7 +108,7 @@ def test_table_of_the_page(case):
                 error = (run(patch(model, config), inputs) - before).abs().max()
                 found["exact" if error == 0 else "close"].append(f"`{encoding}`")
                 assert error < 1e-5
-                axes = getattr(model.rotary_patch.table, "num_axes", 0) if case.rotates else 0
+                axes = getattr(model.rotary_patch.planes, "num_axes", 0) if case.rotates else 0
                 assert start == (f"its RoPE, {axes} axes" if axes else "zero")
                 unpatch(model)
     assert (exact, blocks) == tuple(", ".join(found[kind]) or "–" for kind in ("exact", "close"))
@@ -138,8 +138,8 @@ def test_learned_frequencies_are_those_of_another_base(case):
     """The model with δ = ln(ω′/ω) computes what diffusers computes with θ′, whose frequencies are ω′."""
     model, other, inputs, start = case.build(), case.build(), case.inputs(), case.frequencies()
     patch(model, PLANES)
-    table = model.rotary_patch.table
-    own = torch.tensor(table.frequencies, dtype=torch.float64)[table.rotated]
+    planes = model.rotary_patch.planes
+    own = torch.tensor(planes.speeds, dtype=torch.float64)[planes.turning]
     assert torch.allclose(own, start, rtol=1e-6, atol=0)
     with torch.no_grad():
         before, expected = run(model, inputs), run(other, case.set_base(other, inputs, 500.0))

@@ -29,7 +29,7 @@ OTHER_PARTS = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2
 def learned_flux():
     """With frequencies that are doubled on the second axis."""
     model = patch(FLUX.build(), PLANES)
-    axes = torch.tensor(model.rotary_patch.table.axes)
+    axes = torch.tensor(model.rotary_patch.planes.axes)
     with torch.no_grad():
         for _, factors in rotary_parameters(model):
             factors[:, axes == 1] = math.log(2)

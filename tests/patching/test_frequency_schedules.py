@@ -77,7 +77,7 @@ def test_published_schedules(method, dype):
 @torch.no_grad()
 def test_schedules_change_nothing_at_the_trained_size(case):
     model, inputs = case.build(), case.inputs()
-    before, axes = run(model, inputs), patch(model, PLANES).rotary_patch.table.num_axes
+    before, axes = run(model, inputs), patch(model, PLANES).rotary_patch.planes.num_axes
     for method in ("position_interpolation", "ntk", "yarn"):
         set_frequency_schedule(model, FrequencySchedule(method, [64] * axes))
         assert torch.equal(run(model, inputs), before)
@@ -97,7 +97,7 @@ def test_dype_ends_at_the_pretrained_frequencies(case):
     """κ(0) = 0 leaves the frequencies, and κ(1) = λ_s = 1 is the schedule without it."""
     model, inputs = case.build(), case.inputs()
     patch(model, PLANES)
-    name, axes = ("t" if "t" in inputs else "timestep"), model.rotary_patch.table.num_axes
+    name, axes = ("t" if "t" in inputs else "timestep"), model.rotary_patch.planes.num_axes
     clean, noise = CLEAN.get(case.name, (0, 1000))
     dype = FrequencySchedule("ntk", [1] * axes, dype=(1.0, 2.0))
     if case.name.startswith("Cosmos"):

@@ -55,7 +55,7 @@ def places(found, arguments):
     """(N, A) positions of the arguments with which a rotary module was called."""
     if found.reads_pixels:
         return found.coordinates_of_image(tuple(arguments[0].shape[-2:]))
-    given, axes = arguments[-1], found.rotation.num_axes
+    given, axes = arguments[-1], found.rotation.planes.num_axes
     return given.reshape(axes, -1).T if given.shape[-1] == TOKENS else given.reshape(-1, axes)
 
 
@@ -70,7 +70,7 @@ def check_attention(found):
     states = dict(zip(("query", "key"), (state[0, 0] for state in plain)))  # (N, head_dim) each
     wanted = found.rotation.compute(places(found, probe.arguments), states)
     for name, state in zip(("query", "key"), rotated):
-        scale = float(states[name].abs().max()) * found.rotation.factor
+        scale = float(states[name].abs().max()) * found.rotation.planes.factor
         # Two products and a sum in float32, with angles below 23 rad.
         torch.testing.assert_close(state[0, 0].double(), wanted[f"rotated_{name}"], rtol=0, atol=1e-5 * scale)
 

@@ -66,7 +66,7 @@ def test_models_in_use_raise_no_alarm(name):
     found = list(find_rotations(model))
     for part in found:
         assert measure(part).is_right and not part.differs
-        assert part.rotation.pairs is not None
+        assert part.rotation.planes.pairs is not None
     rotating = [rotates for part in found for rotates in part.layers.values()]
     assert rotating.count(False) == (1 if name == "smollm3" else 0) and None not in rotating
     assert find_cache_faults(model) == []

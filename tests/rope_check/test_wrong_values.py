@@ -46,9 +46,9 @@ def rotate(part, state, change=None):
     given = {
         "positions": part.positions.double(),
         "frequencies": rotation.frequencies,
-        "axes": torch.tensor(rotation.axes),
-        "pairs": torch.tensor(rotation.pairs),
-        "factor": rotation.factor,
+        "axes": torch.tensor(rotation.planes.axes),
+        "pairs": torch.tensor(rotation.planes.pairs),
+        "factor": rotation.planes.factor,
         "sign": 1,
     }
     given |= change(given) if change else {}
@@ -148,9 +148,9 @@ def test_rounding_is_right(vectors, tmp_path, name, dtype):
     """Also of tables, products and sums in that type, and kept in float32 afterwards."""
     (part,) = read_vectors(vectors[name])
     tensors = {f"rotated_{name}": rotate(part, state).to(dtype) for name, state in part.states.items()}
-    angles = part.positions.double()[:, list(part.rotation.axes)] * part.rotation.frequencies
-    cos, sin = ((part.rotation.factor * turn).to(dtype) for turn in (angles.cos(), angles.sin()))
-    first, second = torch.tensor(part.rotation.pairs).T
+    angles = part.positions.double()[:, list(part.rotation.planes.axes)] * part.rotation.frequencies
+    cos, sin = ((part.rotation.planes.factor * turn).to(dtype) for turn in (angles.cos(), angles.sin()))
+    first, second = torch.tensor(part.rotation.planes.pairs).T
     query = part.states["query"].to(dtype)
     rotated, x, y = query.clone(), query[:, first], query[:, second]
     rotated[:, first], rotated[:, second] = x * cos - y * sin, x * sin + y * cos

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from ..probing.planes import channel_pairs
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
@@ -16,7 +17,7 @@ from .folding import EncodingConfig, build_encoding
 from .given_positions import check_coordinates
 from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into, reorder_channels
-from .starting_values import channel_pairs, check_start, start_at
+from .starting_values import check_start, start_at
 
 
 class LieRotaryEmbedding(nn.Module):

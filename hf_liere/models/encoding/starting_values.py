@@ -51,39 +51,6 @@ def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, l
     return tuple(plane for blocks_of_axis in blocks for block in blocks_of_axis for plane in block)
 
 
-def channel_pairs(pairing: str | Sequence[tuple[int, int]], head_dim: int, planes: int | None) -> list[tuple[int, int]]:
-    """
-    The two channels (c, d) of every plane, see [`LieRotaryEmbedding`].
-
-    Args:
-        planes: Their number; `None` means as many as there are channels for.
-
-    Raises:
-        ValueError: if `pairing` is unknown, names a channel twice or one that does not exist, or has another number of
-            planes.
-    """
-    if isinstance(pairing, str):
-        count = head_dim // 2 if planes is None else planes
-        kinds = {
-            "adjacent": [(2 * i, 2 * i + 1) for i in range(count)],
-            "halves": [(i, i + count) for i in range(count)],
-        }
-        if pairing not in kinds:
-            raise ValueError(f"pairing={pairing!r}: accepted are adjacent, halves, or a list of two channels a plane.")
-        pairs = kinds[pairing]
-    else:
-        pairs = [(int(first), int(second)) for first, second in pairing]
-    channels = [channel for pair in pairs for channel in pair]
-    if len(set(channels)) < len(channels) or not set(channels) <= set(range(head_dim)):
-        raise ValueError(
-            f"pairing of {len(pairs)} planes, {pairs[:4]} …, must name channels from 0 to {head_dim - 1}, each once at "
-            "most."
-        )
-    if planes not in (None, len(pairs)):
-        raise ValueError(f"frequencies are of {planes} planes, and pairing names the channels of {len(pairs)}.")
-    return pairs
-
-
 def check_start(position_encoding: str, fields: Collection[str]) -> None:
     """Raises `ValueError` if an encoding cannot start with given frequencies, or other `fields` name its start."""
     traits = ENCODING_TRAITS[position_encoding]

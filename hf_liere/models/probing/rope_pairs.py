@@ -8,26 +8,25 @@ encoder: parameters of these would change nothing.
 
 import contextlib
 import copy
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from .attention_probe import CapturedStates, Probe, SharedStates, fill_values, propose_forms
 from .module_inspection import forward_arguments, is_rotation, required_arguments, takes, takes_rotation
+from .planes import Pairs
 from .rope_layout import RopeTower
 
 
 # Two numbers from 1 to 16 identify a plane; half types represent these exactly.
 DIGIT = 16
-# By plane of the layout, the two channels (c, d) of a head that it rotates: c to c·cos − d·sin.
-Pairs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @torch.no_grad()
 def find_pairs(probe: Probe) -> Pairs:
     """
-    The channels of a head that the attention module rotates.
+    The channels of a head that the attention module rotates, by plane of the layout.
 
     Raises:
         ValueError: if it cannot be called, or does not rotate every plane in exactly two channels.

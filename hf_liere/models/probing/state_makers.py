@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .attention_probe import Probe
-from .rope_pairs import Pairs
+from .planes import Pairs
 
 
 # The digits of a number, plus one, are numbers that half types represent exactly.
