@@ -14,7 +14,7 @@ from ..models.patched.tower_patch import Patchable, TowerPatch, TowerPlan, choos
 from ..models.patched.vision_patch import TowerConfig, make_tower_config
 from ..models.probing.attention_tower import AttentionTower
 from ..models.probing.planes import Planes
-from .rotations import PretrainedFrequencies, StateRotations, build_blocks
+from .rotations import PretrainedFrequencies, StateRotations
 
 
 @dataclass
@@ -144,7 +144,7 @@ def _plan_tower(tower: LibraryTower, config: RotaryPatchConfig) -> TowerPlan:
         patch.planes = planes = tower.read_start()
         if not turns:
             split = planes.split_heads(head_dim // 2)
-            build = partial(build_blocks, split, layers, config, heads, head_dim, tower.label)
+            build = partial(StateRotations.from_planes, split, config, heads, head_dim, layers, tower.label)
         elif planes.axes:
             build = partial(PretrainedFrequencies, planes, layers, config)
         else:

@@ -158,6 +158,39 @@ class StateRotations(LearnedRotations):
         self.place = {layer: place for place, layer in enumerate(layers)}
         self.register_buffer("order", order, persistent=False)
 
+    @classmethod
+    def from_planes(
+        cls, planes: Planes, config: Any, heads: int, head_dim: int, layers: list[int], label: str
+    ) -> "StateRotations":
+        """
+        Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation.
+
+        Args:
+            planes: Those of a head, of every attention module or of all.
+            label: The model, for messages.
+
+        Raises:
+            ValueError: if the planes do not make such blocks.
+        """
+        frequencies = planes.frequencies if planes.frequencies.shape[1] == 1 else planes.frequencies[:, layers]
+        try:
+            rotary = LieRotaryEmbedding(
+                heads,
+                head_dim,
+                planes.num_axes,
+                config.position_encoding,
+                config.block_size,
+                num_layers=len(layers),
+                frequencies=frequencies,
+                pairing=planes.pairs or "adjacent",
+                share_heads=config.share_heads,
+                share_layers=config.share_layers,
+                relative_axis=config.relative_axis,
+            )
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from error
+        return cls(rotary.encoding, config, heads, layers, rotary.order)
+
     def reset_parameters(self) -> None:
         self.encoding.reset_parameters()
 
@@ -185,39 +218,3 @@ class StateRotations(LearnedRotations):
             heads = rotate_one(rotation, heads.index_select(-1, order), self.heads).index_select(-1, order.argsort())
         heads = heads.transpose(1, 2) if flat or not heads_first else heads
         return heads.flatten(-2) if flat else heads
-
-
-def build_blocks(
-    planes: Planes, layers: list[int], config: Any, heads: int, head_dim: int, label: str
-) -> StateRotations:
-    """
-    Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation.
-
-    Args:
-        planes: Those of a head, of every attention module or of all.
-        label: The model, for messages.
-
-    Raises:
-        ValueError: if the planes do not make such blocks.
-    """
-    frequencies = planes.frequencies if planes.frequencies.shape[1] == 1 else planes.frequencies[:, layers]
-    for shared, size in zip(("share_layers", "share_heads"), frequencies.shape[1:3]):
-        if getattr(config, shared) and size > 1:
-            raise ValueError(f"{shared}=True: the {shared[6:]} of {label} rotate with different frequencies.")
-    try:
-        rotary = LieRotaryEmbedding(
-            heads,
-            head_dim,
-            planes.num_axes,
-            config.position_encoding,
-            config.block_size,
-            num_layers=len(layers),
-            frequencies=frequencies,
-            pairing=planes.pairs or "adjacent",
-            share_heads=config.share_heads,
-            share_layers=config.share_layers,
-            relative_axis=config.relative_axis,
-        )
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from error
-    return StateRotations(rotary.encoding, config, heads, layers, rotary.order)

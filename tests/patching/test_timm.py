@@ -472,7 +472,7 @@ REFUSED = {
     "pretrained": (VIT.build, PLANES, "VisionTransformer does not rotate, .* accepted: zeros"),
     "zeros": (DINO.build, ZEROS, "Eva already rotates query and key; accepted: pretrained"),
     "mixed": (MIXED.build, PLANES, "learns the frequencies of every layer and head already: train rope.freqs"),
-    "shared": (MIXED.build, replace(BLOCKS, share_layers=True), "the layers of Eva rotate with different"),
+    "shared": (MIXED.build, replace(BLOCKS, share_layers=True), "share_layers=True: the layers of the start rotate"),
     "block_size": (DINO.build, replace(BLOCKS, block_size=6), "block_size=6"),
     "layers": (VIT.build, replace(ZEROS, layers=[2]), r"layers=\[2\] do not match"),
     "table": (VIT.build, replace(ZEROS, keep_absolute="drop"), "accepts interpolate"),

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 import torch
+from transformers import initialization as init
 
 from .encoding_traits import ENCODING_TRAITS
 
@@ -65,25 +66,34 @@ def check_start(position_encoding: str, fields: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def start_at(encoding, frequencies: torch.Tensor) -> Sequence[int]:
+def start_at(encoding, frequencies: torch.Tensor, label: str = "the start") -> Sequence[int]:
     """
-    Set the parameters of an encoding so that the planes of its heads start with the given frequencies.
+    Set the parameters of an encoding so that the planes of its heads start with the given frequencies; those that a
+    checkpoint has set keep their values.
 
     Args:
         encoding: A [`RotaryEncoding`].
         frequencies: See [`LieRotaryEmbedding`].
+        label: Of the rotations, for errors.
 
     Returns:
         The planes in the order in which they make blocks.
 
     Raises:
-        ValueError: if the frequencies have another shape or are not finite, or the encoding cannot rotate so.
+        ValueError: if the frequencies have another shape or are not finite, layers or heads that share generators have
+            different ones, or the encoding cannot rotate so.
     """
     values, config = frequencies.detach().to(torch.float64), encoding.config
     if values.ndim == encoding.num_axes == 1:
         values = values.unsqueeze(0)
     while 2 <= values.ndim < 4:
         values = values.unsqueeze(1)
+    for dim, part in ((1, "layers"), (2, "heads")):
+        if values.ndim == 4 and getattr(config, f"share_{part}") and values.shape[dim] > 1:
+            first = values.narrow(dim, 0, 1)
+            if not torch.equal(values, first.expand_as(values)):
+                raise ValueError(f"share_{part}=True: the {part} of {label} rotate with different frequencies.")
+            values = first
     shape = (encoding.num_axes, encoding.layers, encoding.heads, frequencies.shape[-1])
     fits = values.ndim == 4 and all(size in (1, full) for size, full in zip(values.shape[1:3], shape[1:3]))
     if not fits or len(values) != encoding.num_axes or not values.isfinite().all():
@@ -96,11 +106,11 @@ def start_at(encoding, frequencies: torch.Tensor) -> Sequence[int]:
     planes: Sequence[int] = range(shape[-1])
     if (serves.sum(0) <= 1).all() or not ENCODING_TRAITS[config.position_encoding].proportional:
         axes = serves.int().argmax(0).tolist()
-        planes = order_planes(axes, config.position_encoding, encoding.block_size, "the start")
+        planes = order_planes(axes, config.position_encoding, encoding.block_size, label)
     try:
         start = encoding.parameters_for_planes(values.expand(shape)[..., list(planes)])
     except ValueError as error:
         raise ValueError(f"{config.position_encoding} cannot start with these frequencies: {error}") from None
     for name, parameter in start.items():
-        getattr(encoding, name).copy_(parameter)
+        init.copy_(getattr(encoding, name), parameter.to(getattr(encoding, name)))
     return planes

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_embedding import LieRotaryEmbedding
-from ..encoding.starting_values import order_planes
+from ..encoding.starting_values import order_planes, start_at
 from ..fast.dispatch import product_dtype
 from ..probing.attention_probe import Probe
 from ..probing.coordinate_probe import frequency_buffers
+from ..probing.planes import Planes
 from ..probing.rope_layout import RopeTower
 from ..probing.rope_pairs import find_pairs
 from ..probing.state_makers import RotatedChannels, find_makers
@@ -97,26 +97,15 @@ class PretrainedBlocks(PretrainedRope):
         ropes = [module.get_submodule(name) for name in self.rope_names]
         if not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
             for group in self.orders:
-                encoding = self.get_submodule(group).encoding
-                for name, values in self.compute_start(module, group).items():
-                    init.copy_(getattr(encoding, name), values.to(getattr(encoding, name)))
+                members = [layer for layer in self.layers if self.rows[layer][0] == group]
+                frequencies = torch.cat([self._read_planes(module, layer).frequencies for layer in members], dim=1)
+                start_at(self.get_submodule(group).encoding, frequencies, self.label)
 
-    def compute_start(self, module: nn.Module, name: str) -> dict[str, torch.Tensor]:
-        """Parameters with which a rotation turns the planes as the pretrained model does."""
-        encoding, order, layer_frequencies = self.get_submodule(name).encoding, list(self.orders[name]), []
-        every_axis = torch.arange(encoding.num_axes).unsqueeze(-1)  # (A, 1)
-        for layer in [layer for layer in self.layers if self.rows[layer][0] == name]:
-            planes = self.layouts[self.layout_of_layer[layer]]
-            serves = planes.axes.cpu()[order] == every_axis  # (A, planes)
-            rope = module.get_submodule(planes.layout.rope_name)
-            layer_frequencies.append(serves * planes.read_frequencies(rope).cpu()[order])
-        frequencies = torch.stack(layer_frequencies, dim=1).unsqueeze(2)  # (A, layers, 1, planes)
-        if self.config.share_layers and not torch.equal(frequencies, frequencies[:, :1].expand_as(frequencies)):
-            raise ValueError(
-                f"share_layers=True: the attention layers of {self.label} rotate with different frequencies."
-            )
-        frequencies = frequencies[:, : encoding.layers]
-        return encoding.parameters_for_planes(frequencies.expand(-1, -1, encoding.heads, -1))
+    def _read_planes(self, module: nn.Module, layer: int) -> Planes:
+        """Those that a layer of the pretrained model turns."""
+        planes = self.layouts[self.layout_of_layer[layer]]
+        speeds = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))  # (planes,)
+        return Planes.from_pairing(speeds, planes.layout.axes_of_planes, "adjacent", planes.layout.num_axes)
 
     def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation:
         """R(p); tokens before those with coordinates are not rotated. The model's own rotation becomes the identity."""

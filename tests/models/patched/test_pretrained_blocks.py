@@ -157,7 +157,7 @@ def test_heads_and_layers_may_share_generators():
     assert value.shape == (1, 1, 1, 4, 6)
     close_to_start(outputs(model, inputs), expected)
     gemma, _ = build("gemma3")
-    with pytest.raises(ValueError, match="share_layers=True: the attention layers of model .* different frequencies"):
+    with pytest.raises(ValueError, match="share_layers=True: the layers of model .* different frequencies"):
         patch(gemma, blocks("liere", share_layers=True))
 
 
