@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 from .coordinate_probe import find_positions
 from .module_inspection import View, device_of, find_indexers, forward_arguments, is_rotation, required_arguments, takes
 from .rope_layout import RopeTower
+from .trials import first_that_works
 
 
 class CapturedStates(Exception):
@@ -141,11 +142,15 @@ class Probe:
         Args:
             cos_sin: Whether a rotary module inside returns `position_embeddings`, not its own output.
         """
+
+        def capture(form: Form, replace: Replacement | None = None):
+            return self._call(form, position_embeddings, shared, replace, cos_sin)
+
         if self.form is None:
             # Trials that fail would confuse what replaces outputs.
-            forms, given = propose_forms(self.attention, self.coordinates), (position_embeddings, shared, None, cos_sin)
-            self.form = next((form for form in forms if self._call(form, *given) is not None), None)
-        captured = None if self.form is None else self._call(self.form, position_embeddings, shared, replace, cos_sin)
+            forms = propose_forms(self.attention, self.coordinates)
+            self.form = first_that_works(lambda form: form if capture(form) else None, forms)
+        captured = first_that_works(partial(capture, replace=replace), [] if self.form is None else [self.form])
         if captured is None:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
         return captured
@@ -158,7 +163,7 @@ class Probe:
         replace: "Replacement | None",
         cos_sin: bool,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Query and key that attention computes with for a few tokens; `None` if it fails."""
+        """Query and key that attention computes with for a few tokens, if it does; raises what it raises."""
         handles, attention = [], self.filled if self.is_meta else self.attention
         if replace is not None:
             for name, module in attention.named_modules():
@@ -175,9 +180,6 @@ class Probe:
             # Others take dimensions of tokens for those of samples.
             is_fit = query.shape[0] == 1 and query.shape[-2] == self.coordinates.shape[-2]
             return (query, key) if is_fit else None
-        except Exception:
-            # With other arguments than those of its model, code of any kind fails in any way.
-            pass
         finally:
             for handle in handles:
                 handle.remove()

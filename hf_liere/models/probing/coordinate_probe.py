@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .module_inspection import forward_arguments, takes
+from .trials import first_that_works
 
 
 # sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
@@ -127,15 +128,17 @@ def _values(rope: nn.Module) -> dict[str, torch.Tensor]:
 def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
     """Arguments with positions in a form that a rotary module takes, and its (…, N, D) coordinates for them."""
     probe = CoordinateProbe(rope)
-    for arguments, shapes in _propose_arguments(rope):
-        try:
-            coordinates = probe(*arguments, **options)
-        except Exception:
-            # What code of other packages raises is not known.
-            continue
-        if tuple(coordinates.shape[:-1]) in shapes and coordinates.isfinite().all():
-            return arguments, coordinates
-    raise refusal
+
+    def read(proposal):
+        arguments, shapes = proposal
+        coordinates = probe(*arguments, **options)
+        is_fit = tuple(coordinates.shape[:-1]) in shapes and coordinates.isfinite().all()
+        return (arguments, coordinates) if is_fit else None
+
+    found = first_that_works(read, _propose_arguments(rope))
+    if found is None:
+        raise refusal
+    return found
 
 
 def _propose_arguments(rope: nn.Module) -> Iterator[tuple[tuple, tuple[tuple[int, ...], ...]]]:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention_probe import CapturedStates, Probe, SharedStates, fill_values, propose_forms
+from .attention_probe import CapturedStates, Form, Probe, SharedStates, fill_values, propose_forms
 from .module_inspection import forward_arguments, is_rotation, required_arguments, takes, takes_rotation
 from .planes import Pairs
 from .rope_layout import RopeTower
+from .trials import first_that_works
 
 
 # Two numbers from 1 to 16 identify a plane; half types represent these exactly.
@@ -193,18 +194,16 @@ def rotates(probe: Probe) -> bool:
 def _changes_outputs(probe: Probe) -> bool | None:
     """Whether other cos and sin change the output of attention that no interface computes; `None` if it fails."""
     attention = probe.filled if probe.is_meta else probe.attention
-    for form in propose_forms(attention, probe.coordinates):
+
+    def compare(form: Form) -> bool:
         outputs = []
-        try:
-            for angle in probe.quarter:
-                output = probe.call_module(form, attention, probe.join(*angle))
-                output = output if isinstance(output, (tuple, list)) else (output,)
-                outputs.append([value for value in output if isinstance(value, torch.Tensor)])
-        except Exception:
-            # With other arguments than those of its model, code of any kind fails in any way.
-            continue
+        for angle in probe.quarter:
+            output = probe.call_module(form, attention, probe.join(*angle))
+            output = output if isinstance(output, (tuple, list)) else (output,)
+            outputs.append([value for value in output if isinstance(value, torch.Tensor)])
         return not all(torch.equal(plain, rotated) for plain, rotated in zip(*outputs))
-    return None
+
+    return first_that_works(compare, propose_forms(attention, probe.coordinates))
 
 
 def _reads_nothing(probe: Probe) -> bool:
@@ -287,15 +286,15 @@ def _gets_nothing(probe: Probe) -> bool:
         raise CapturedStates(any(is_rotation(name) and value is not None for name, value in given.items()))
 
     handle = outer.get_submodule(inner).register_forward_pre_hook(capture, with_kwargs=True, prepend=True)
+
+    def gets_nothing(form: Form) -> bool:
+        try:
+            probe.call_module(form, outer, probe.join(*probe.quarter[0]))
+        except CapturedStates as captured:
+            return not captured.args[0]
+        return True
+
     try:
-        for form in propose_forms(outer, probe.coordinates):
-            try:
-                probe.call_module(form, outer, probe.join(*probe.quarter[0]))
-            except CapturedStates as captured:
-                return not captured.args[0]
-            except Exception:
-                continue
-            return True
+        return bool(first_that_works(gets_nothing, propose_forms(outer, probe.coordinates)))
     finally:
         handle.remove()
-    return False
