@@ -6,6 +6,7 @@ never by the name of a class. `models/patched` does so for models of transformer
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -111,8 +112,9 @@ def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) 
         raise NotARotation(f"it does not rotate with axis {unused[0]}")
     near = place[-len(drawn) :]
     same = torch.cat([(x == y[:, :, near]).flatten() for x, y in zip(rounded_cos_sin(drawn, rounded), measured)])
-    _check_angles(positions, measured, exact, steps[-1])
-    _check_lengths(read, positions, (*measured, pairs), exact, steps[-1], sizes)
+    planes = Planes(exact, pairs)
+    _check_angles(positions, measured, planes, steps[-1])
+    _check_lengths(read, positions, measured, planes, steps[-1], sizes)
     # A processor may round differently at the end of a row.
     is_rounded = same.float().mean().item() > 0.99
     frequencies = rounded.double() if is_rounded else exact
@@ -120,24 +122,22 @@ def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) 
     for dim in (1, 2):
         first = frequencies.narrow(dim, 0, 1)
         frequencies = first if (frequencies == first).all() else frequencies
-    return Planes(frequencies, pairs), is_rounded
+    return replace(planes, frequencies=frequencies), is_rounded
 
 
 def _check_angles(
-    positions: torch.Tensor, measured: Sequence[torch.Tensor], frequencies: torch.Tensor, last: torch.Tensor
+    positions: torch.Tensor, measured: Sequence[torch.Tensor], planes: Planes, last: torch.Tensor
 ) -> None:
-    angles, size = (
-        torch.einsum("na,alhp->lhnp", positions.double(), values)
-        for values in (frequencies, frequencies.abs() + 1 / last)
-    )
+    magnitudes = planes.frequencies.abs()
+    angles, size = (x.angles(positions.double()) for x in (planes, replace(planes, frequencies=magnitudes + 1 / last)))
     # Products in float32, and frequencies that follow from cos and sin at the last step.
-    tolerance = 1e-5 * max(1.0, frequencies.abs().max().item()) + 2.0**-20 * size
+    tolerance = 1e-5 * max(1.0, magnitudes.max().item()) + 2.0**-20 * size
     if not all(((x - y).abs() <= tolerance).all() for x, y in zip((angles.cos(), angles.sin()), measured)):
         raise NotARotation("its angles are not sums of coordinates times frequencies")
 
 
 def _check_lengths(
-    read: Reader, positions: torch.Tensor, table: Table, frequencies: torch.Tensor, last: torch.Tensor, sizes: Sizes
+    read: Reader, positions: torch.Tensor, table: Sequence, planes: Planes, last: torch.Tensor, sizes: Sizes
 ) -> None:
     """
     Read ascending positions again: beside further ones, as far as the module takes these, without the last of them,
@@ -148,7 +148,7 @@ def _check_lengths(
         # As a size of the states, the number of tokens would be ambiguous.
         tokens = next(number for number in itertools.count(tokens) if number not in sizes)
         index = torch.arange(tokens) * count // tokens
-        found = _try_to_read(read, positions[index], table[2])
+        found = _try_to_read(read, positions[index], planes.pairs)
         if found and not all((x - y[:, :, index]).abs().max() <= 1e-5 for x, y in zip(found[:2], table)):
             raise DependsOnLength(
                 f"positions up to {positions[count - 1].max():g} among {tokens} tokens are rotated otherwise than in "
@@ -160,7 +160,7 @@ def _check_lengths(
         # float32 counts to 2²⁴.
         for power in range(int(positions.max()).bit_length(), 25):
             further = torch.cat([positions, torch.full_like(positions[:1], 2.0**power)])
-            longer = _try_to_read(read, further, table[2])
+            longer = _try_to_read(read, further, planes.pairs)
             if longer is None:
                 break
             table, positions = longer, further
@@ -169,7 +169,7 @@ def _check_lengths(
     longest = positions.amax(1)  # (N,)
     for count in sorted({int((longest <= 4.0**power).sum()) for power in range(-4, 13)} - {0, 1}):
         compare(count, count)
-    _check_angles(positions, table[:2], frequencies, last)
+    _check_angles(positions, table[:2], planes, last)
     compare(len(positions) + LARGEST // 4 // (sizes.heads * sizes.head_dim), len(positions))
 
 

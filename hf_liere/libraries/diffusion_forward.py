@@ -19,7 +19,7 @@ from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import find_rotation, thread
 from ..models.probing.module_inspection import View
 from ..models.probing.planes import Planes
-from .rotations import PretrainedFrequencies, Turn, apply_turn, identity_turn
+from .rotations import LearnedFrequencies, Turn, apply_turn, identity_turn
 
 
 # By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
@@ -129,7 +129,10 @@ def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], planes: Planes) ->
     for speed, axis, plane in sorted(zip(planes.speeds, planes.axes, range(planes.num_planes))):
         places[axis] = places[axis] + _wrap(angles[..., plane] - places[axis] * speed) / speed
     coordinates = torch.stack(places, dim=-1)  # (…, N, A)
-    if not torch.compiler.is_compiling() and _wrap(angles - planes.angles(coordinates)).abs().max() > 1e-3:
+    if (
+        not torch.compiler.is_compiling()
+        and _wrap(angles - planes.angles(coordinates)[..., 0, 0, :, :]).abs().max() > 1e-3
+    ):
         raise RuntimeError(
             "The given rotations are not those of one coordinate on every axis times the frequencies that diffusers' "
             "pipelines use for this model; unpatch the model."
@@ -180,7 +183,7 @@ def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dic
 
 
 def _turn_parts(
-    patch: Any, encoding: PretrainedFrequencies, layer: int, parts: list, attention: nn.Module, options: dict
+    patch: Any, encoding: LearnedFrequencies, layer: int, parts: list, attention: nn.Module, options: dict
 ) -> list[Turn]:
     """The rotations of images, and of text where it has its own, with the frequencies of a layer."""
     if patch.schedule is None and layer not in encoding.place:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.fast.dispatch import working_dtype
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.module_inspection import device_of, linear_layer
 from ..models.probing.planes import Planes
@@ -165,8 +164,7 @@ class DiffusionTower(LibraryTower):
                 turns, coordinates = rope(**arguments), family.coordinates(rope, **arguments)
             label = f"{self.label}: {type(rope).__name__}"
             for turn, places in zip(family.parts(turns), family.parts(coordinates)):
-                angles = planes.angles(places.to(working_dtype(places.device)))
-                require_known(turn, angles, str(planes.style), label, "diffusers")
+                require_known(turn, planes, places, label, "diffusers")
         return planes
 
 

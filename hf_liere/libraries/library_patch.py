@@ -1,6 +1,6 @@
 """Patches of models of other libraries: how all of them are planned, before a model is changed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -11,10 +11,10 @@ from ..models.encoding.encoding_traits import rotary_traits
 from ..models.encoding.folding import build_encoding
 from ..models.patched.rotary_patch import RotaryPatchConfig, require_unpatched
 from ..models.patched.tower_patch import Patchable, TowerPatch, TowerPlan, choose_target
-from ..models.patched.vision_patch import TowerConfig, make_tower_config
+from ..models.patched.vision_patch import make_tower_config
 from ..models.probing.attention_tower import AttentionTower
 from ..models.probing.planes import Planes
-from .rotations import PretrainedFrequencies, StateRotations
+from .rotations import LearnedFrequencies, StateRotations
 
 
 @dataclass
@@ -139,14 +139,17 @@ def _plan_tower(tower: LibraryTower, config: RotaryPatchConfig) -> TowerPlan:
         patch.train_grid = tower.train_grid
         rotary_config = make_tower_config(config, patch.train_grid, len(layers), heads, head_dim)
         patch.coordinates = str(rotary_config.coordinates)
-        build: Callable[[], nn.Module] = partial(_build_from_grid, rotary_config, config, heads, layers)
+
+        def build() -> nn.Module:
+            encoding = build_encoding(rotary_config, len(patch.train_grid))
+            return StateRotations(encoding, config, heads, layers)
+
     else:
         patch.planes = planes = tower.read_start()
         if not turns:
-            split = planes.split_heads(head_dim // 2)
-            build = partial(StateRotations.from_planes, split, config, heads, head_dim, layers, tower.label)
+            build = partial(StateRotations.from_planes, planes, config, heads, head_dim, layers, tower.label)
         elif planes.axes:
-            build = partial(PretrainedFrequencies, planes, layers, config)
+            build = partial(LearnedFrequencies, planes, layers, config)
         else:
             raise ValueError(
                 f"{tower.label} learns the frequencies of every layer and head already: train rope.freqs, or pass "
@@ -169,8 +172,3 @@ def _check_start(tower: LibraryTower, config: RotaryPatchConfig) -> None:
         if tower.rotates:
             reason, accepted = "already rotates query and key", "pretrained"
         raise ValueError(f"rotary_init={config.rotary_init!r}: {tower.label} {reason}; accepted: {accepted}.")
-
-
-def _build_from_grid(rotary_config: TowerConfig, config: Any, heads: int, layers: list[int]) -> StateRotations:
-    encoding = build_encoding(rotary_config, len(rotary_config.train_grid))
-    return StateRotations(encoding, config, heads, layers)

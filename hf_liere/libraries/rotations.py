@@ -24,7 +24,7 @@ from .schedules import Schedule, ScheduleInput
 Turn: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class PretrainedFrequencies(LearnedRotations):
+class LearnedFrequencies(LearnedRotations):
     """
     RoPE with learned frequencies in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
 
@@ -125,12 +125,13 @@ def identity_turn(turn: Turn) -> Turn:
     return torch.ones_like(turn[0]), torch.zeros_like(turn[1])
 
 
-def require_known(turn: Turn, angles: torch.Tensor, style: str, label: str, library: str) -> None:
-    """Raise `ValueError` if a model's own rotation is not the one by (…, N, planes) angles."""
+def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, library: str) -> None:
+    """Raise `ValueError` if a model's own rotation is not that of some planes at (…, N, A) places."""
+    angles = planes.angles(places.to(working_dtype(places.device)))
     found = (turn,) if isinstance(turn, torch.Tensor) else turn
     tokens = found[0].shape[:-1]
     if tokens.numel() == angles.shape[:-1].numel():
-        known = turn_further(identity_turn(turn), angles.reshape(*tokens, -1), style)
+        known = turn_further(identity_turn(turn), angles.reshape(*tokens, -1), str(planes.style))
         # Models compute angles in float32, and may round cos and sin to half types.
         rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
         tolerance = rounded + 2e-6 * angles.abs().max()
@@ -166,13 +167,15 @@ class StateRotations(LearnedRotations):
         Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation.
 
         Args:
-            planes: Those of a head, of every attention module or of all.
+            planes: Those of every attention module or of all, and of a head or of all heads in a row.
             label: The model, for messages.
 
         Raises:
             ValueError: if the planes do not make such blocks.
         """
         frequencies = planes.frequencies if planes.frequencies.shape[1] == 1 else planes.frequencies[:, layers]
+        # (A, layers or 1, heads or 1, planes)
+        frequencies = frequencies.unflatten(-1, (-1, head_dim // 2)).flatten(2, 3)
         try:
             rotary = LieRotaryEmbedding(
                 heads,
@@ -182,7 +185,7 @@ class StateRotations(LearnedRotations):
                 config.block_size,
                 num_layers=len(layers),
                 frequencies=frequencies,
-                pairing=planes.pairs or "adjacent",
+                pairing=(planes.pairs or ())[: head_dim // 2],
                 share_heads=config.share_heads,
                 share_layers=config.share_layers,
                 relative_axis=config.relative_axis,

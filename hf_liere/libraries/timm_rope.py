@@ -91,9 +91,9 @@ def read_planes(rope: nn.Module, pairing: str, grid: tuple[int, int], label: str
             + "."
         )
     spectrum, cached = SPECTRA[name](module), getattr(module, "feat_shape", None)
+    planes = Planes(spectrum, pair_channels(pairing, spectrum.shape[-1]))
     for shape in [tuple(cached)] if cached is not None else [grid, (2, 5)]:
         sin, cos = module.get_embed(shape=shape).chunk(2, dim=-1)  # ((layers, heads,) N, D) each
         places = place_patches(module, torch.tensor([shape], device=cos.device), math.prod(shape))[0]  # (N, 2)
-        angles = torch.einsum("na,alhp->lhnp", places, spectrum.to(places))  # (layers, heads, N, planes)
-        require_known((cos, sin), angles, pairing, f"{label}: {name}", "timm")
-    return Planes(spectrum, pair_channels(pairing, spectrum.shape[-1]))
+        require_known((cos, sin), planes, places, f"{label}: {name}", "timm")
+    return planes

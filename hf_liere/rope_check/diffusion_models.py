@@ -1,6 +1,7 @@
 """What the transformers of diffusers rotate, from a configuration or with the weights."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..errors import InputError, require_libraries
 from ..libraries.diffusion_patch import DiffusionTower
 from ..libraries.families import FAMILIES
 from ..libraries.library_patch import plan_library
-from ..libraries.rotations import PretrainedFrequencies
+from ..libraries.rotations import LearnedFrequencies
 from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.planes import Planes
@@ -78,14 +79,16 @@ def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundRotat
             remarks.append(f"learned rotations lie beside the model ({ADAPTER_CONFIG}); --weights reads them")
     if with_weights:
         remarks.append("compared with the cos and sin that the model computes for a few tokens")
-    name, order = ".".join(filter(None, (part, family.rope or family.argument))), tuple(range(len(planes.turning)))
-    rotation = Rotation(name, planes.choose(planes.turning), order, 2 * planes.num_planes, order)
+    name, turning = ".".join(filter(None, (part, family.rope or family.argument))), planes.turning
+    pairs, order = tuple((planes.pairs or ())[plane] for plane in turning), tuple(range(len(turning)))
+    chosen = replace(planes, frequencies=planes.frequencies[..., turning], pairs=pairs)
+    rotation = Rotation(name, chosen, order, 2 * planes.num_planes, order)
     return FoundRotation(rotation, model, {layer: True for layer, _ in family.find_attentions(model)}, remarks)
 
 
 def _describe_learned(planes: Planes, encoding: Any) -> list[str]:
     """What the learned rotations of a patched model change."""
-    if not isinstance(encoding, PretrainedFrequencies):
+    if not isinstance(encoding, LearnedFrequencies):
         config = encoding.config
         return [f"{config.position_encoding} with blocks of {encoding.encoding.block_size} has replaced this rotation"]
     factors = encoding.log_factors.detach().double().exp()  # (layers or 1, rotated planes)

@@ -138,10 +138,9 @@ class Rotation:
         """The reverse of [`describe`]."""
         fields = {name: description[name] for name in DESCRIBED}
         fields |= {name: tuple(fields[name]) for name in ("channels", "frequency_of_plane")}
-        pairs = fields.pop("pairs")
-        pairs = None if pairs is None else [(first, second) for first, second in pairs]
-        given = [fields.pop(name) for name in ("axes", "num_axes", "factor")]
-        return cls(planes=Planes.from_pairing(frequencies, given[0], pairs, *given[1:]), **fields)
+        axes, pairs, *given = (fields.pop(name) for name in ("axes", "pairs", "num_axes", "factor"))
+        pairs = None if pairs is None else tuple((first, second) for first, second in pairs)
+        return cls(planes=Planes.from_pairing(frequencies, axes, pairs, *given), **fields)
 
 
 def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -142,26 +142,18 @@ class Probe:
         Args:
             cos_sin: Whether a rotary module inside returns `position_embeddings`, not its own output.
         """
-
-        def capture(form: Form, replace: Replacement | None = None):
-            return self._call(form, position_embeddings, shared, replace, cos_sin)
-
+        given = position_embeddings, shared, cos_sin
         if self.form is None:
             # Trials that fail would confuse what replaces outputs.
             forms = propose_forms(self.attention, self.coordinates)
-            self.form = first_that_works(lambda form: form if capture(form) else None, forms)
-        captured = first_that_works(partial(capture, replace=replace), [] if self.form is None else [self.form])
+            self.form = first_that_works(lambda form: self._call(form, *given) and form, forms)
+        captured = first_that_works(lambda form: self._call(form, *given, replace), filter(None, [self.form]))
         if captured is None:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
         return captured
 
     def _call(
-        self,
-        form: "Form",
-        position_embeddings,
-        shared: "SharedStates | None",
-        replace: "Replacement | None",
-        cos_sin: bool,
+        self, form: "Form", position_embeddings, shared, cos_sin: bool, replace: "Replacement | None" = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Query and key that attention computes with for a few tokens, if it does; raises what it raises."""
         handles, attention = [], self.filled if self.is_meta else self.attention

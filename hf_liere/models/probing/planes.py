@@ -1,7 +1,7 @@
 """The planes of a rotation of positions: which two channels turn together, along which axis and how fast."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -46,7 +46,7 @@ class Planes:
         cls,
         speeds: Sequence[float] | torch.Tensor,
         axes: Sequence[int],
-        pairing: str | Sequence[tuple[int, int]] | None,
+        pairing: str | Pairs | None,
         num_axes: int | None = None,
         factor: float = 1.0,
     ) -> "Planes":
@@ -55,7 +55,7 @@ class Planes:
         every_axis = torch.arange(num_axes or max(axes) + 1, device="cpu").unsqueeze(-1)  # (A, 1)
         serves = torch.tensor(axes, device="cpu") == every_axis  # (A, planes)
         pairs = pair_channels(pairing, len(values)) if isinstance(pairing, str) else pairing
-        return cls((serves * values)[:, None, None], None if pairs is None else tuple(pairs), factor)
+        return cls((serves * values)[:, None, None], pairs, factor)
 
     @property
     def num_axes(self) -> int:
@@ -81,19 +81,9 @@ class Planes:
         fitting = (s for s in STYLES if self.pairs == pair_channels(s, self.num_planes, self.first_channel))
         return None if self.pairs is None else next(fitting, "other")
 
-    def split_heads(self, count: int) -> "Planes":
-        """The planes of heads with so many each, where those of all heads lie in a row."""
-        frequencies = self.frequencies.unflatten(-1, (-1, count)).flatten(2, 3)  # (A, layers or 1, heads or 1, count)
-        return replace(self, frequencies=frequencies, pairs=None if self.pairs is None else self.pairs[:count])
-
-    def choose(self, planes: Sequence[int]) -> "Planes":
-        """Some of the planes."""
-        pairs = None if self.pairs is None else tuple(self.pairs[plane] for plane in planes)
-        return replace(self, frequencies=self.frequencies[..., list(planes)], pairs=pairs)
-
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """(…, N, A) positions → (…, N, planes) angles of planes that turn along one axis each."""
-        return positions[..., list(self.axes)] * positions.new_tensor(self.speeds)
+        """(…, N, A) positions → (…, layers or 1, heads or 1, N, planes) angles."""
+        return torch.einsum("...na,alhp->...lhnp", positions, self.frequencies.to(positions))
 
 
 def pair_channels(style: str, count: int, start: int = 0) -> Pairs:
