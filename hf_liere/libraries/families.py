@@ -84,8 +84,8 @@ def geometric_planes(
 
 def grid_coordinates(starts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """(N, A) indices of a grid, the first axis slowest."""
-    axes = [torch.arange(first, first + size, device=device) for first, size in zip(starts, sizes)]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2).float()
+    axes = (torch.arange(first, first + size, device=device) for first, size in zip(starts, sizes))
+    return torch.cartesian_prod(*axes).float()
 
 
 def _patch_size(rope: Any) -> tuple[int, int, int]:
@@ -127,12 +127,6 @@ def _ltx_planes(model: Any) -> Planes:
     rest = rope.dim % 6 // 2
     frequencies = [0.0] * rest + [frequency for frequency in spectrum for _ in range(3)]
     return Planes.from_pairing(frequencies, (0,) * rest + (0, 1, 2) * count, "adjacent")
-
-
-def _cosmos_planes(model: Any) -> Planes:
-    rope = model.rope
-    factors = (rope.t_ntk_factor, rope.h_ntk_factor, rope.w_ntk_factor)
-    return geometric_planes((rope.dim_t, rope.dim_h, rope.dim_w), factors=factors, pairing="halves")
 
 
 def _cogvideox_planes(model: Any) -> Planes:
@@ -228,7 +222,11 @@ FAMILIES = {
     ),
     "CosmosTransformer3DModel": DiffusionFamily(
         rope="rope",
-        planes=_cosmos_planes,
+        planes=lambda model: geometric_planes(
+            (model.rope.dim_t, model.rope.dim_h, model.rope.dim_w),
+            factors=(model.rope.t_ntk_factor, model.rope.h_ntk_factor, model.rope.w_ntk_factor),
+            pairing="halves",
+        ),
         coordinates=_place_patches,
         example=lambda model: {**_few_latents(model), "fps": 12},
         heads_first=True,

@@ -15,24 +15,19 @@ from ..models.probing.planes import Planes, pair_channels
 from .rotations import require_known
 
 
-def _axial(frequencies: torch.Tensor) -> torch.Tensor:
-    """(2, 1, 1, planes): the same frequencies for either axis, one after the other."""
-    zeros = torch.zeros_like(frequencies)
-    return torch.stack([torch.cat([frequencies, zeros]), torch.cat([zeros, frequencies])])[:, None, None]
+def _on_both_axes(speeds: torch.Tensor, pairing: str) -> Planes:
+    """Planes of the rows, then of the columns, with the same frequencies."""
+    return Planes.from_pairing(speeds.repeat(2), [axis for axis in (0, 1) for _ in speeds], pairing)
 
 
-def _by_section(rope: Any) -> torch.Tensor:
-    """(2, 1, 1, planes): planes of time, at 0 in an image, do not rotate."""
-    axes = torch.stack([rope.axis == 1, rope.axis == 2])  # (2, planes)
-    return (axes * rope.inv_freq.double())[:, None, None]
-
-
-# By the name of the class, its frequencies in float64: (2, layers or 1, heads or 1, planes).
-SPECTRA: dict[str, Callable[[Any], torch.Tensor]] = {
-    "RotaryEmbeddingCat": lambda rope: _axial(rope.bands.double()),
-    "RotaryEmbeddingDinoV3": lambda rope: _axial(2 * math.pi / rope.periods.double()),
-    "RotaryEmbeddingMixed": lambda rope: rope.freqs.detach().double(),
-    "RotaryEmbeddingMRope": _by_section,
+# By the name of the class, its planes. Those of time, at 0 in an image, do not turn.
+SPECTRA: dict[str, Callable[[Any, str], Planes]] = {
+    "RotaryEmbeddingCat": lambda rope, pairing: _on_both_axes(rope.bands.double(), pairing),
+    "RotaryEmbeddingDinoV3": lambda rope, pairing: _on_both_axes(2 * math.pi / rope.periods.double(), pairing),
+    "RotaryEmbeddingMixed": lambda rope, pairing: Planes(rope.freqs, pair_channels(pairing, rope.freqs.shape[-1])),
+    "RotaryEmbeddingMRope": lambda rope, pairing: Planes.from_pairing(
+        rope.inv_freq * (rope.axis > 0), (rope.axis == 2).int().tolist(), pairing, num_axes=2
+    ),
 }
 
 
@@ -90,8 +85,7 @@ def read_planes(rope: nn.Module, pairing: str, grid: tuple[int, int], label: str
             + ", ".join(f"rope_{part}_coords={value:g}" for part, value in neutral.items())
             + "."
         )
-    spectrum, cached = SPECTRA[name](module), getattr(module, "feat_shape", None)
-    planes = Planes(spectrum, pair_channels(pairing, spectrum.shape[-1]))
+    planes, cached = SPECTRA[name](module, pairing), getattr(module, "feat_shape", None)
     for shape in [tuple(cached)] if cached is not None else [grid, (2, 5)]:
         sin, cos = module.get_embed(shape=shape).chunk(2, dim=-1)  # ((layers, heads,) N, D) each
         places = place_patches(module, torch.tensor([shape], device=cos.device), math.prod(shape))[0]  # (N, 2)
