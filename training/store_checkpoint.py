@@ -15,8 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_liere.hub.cards import render_card
-from hf_liere.hub.checked_facts import facts_of_run
-from hf_liere.hub.run_records import RESULTS_FILE
+from hf_liere.hub.checked_facts import RESULTS_FILE, facts_of_run
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.storage.targets import new_directory
 from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record

@@ -20,9 +20,8 @@ from ..libraries import library_of
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..storage.saved_model import SavedModel
 from ..version import __version__
-from .checked_facts import facts_of_run
+from .checked_facts import RESULTS_FILE, facts_of_run, is_describable
 from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, format_inputs, format_size, height_and_width
-from .run_records import RESULTS_FILE, is_describable
 
 
 CARD = "README.md"
@@ -93,7 +92,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     architecture = facts.architecture or kind
     facts = replace(facts, architecture=architecture)
     video = "num_frames" in facts.model or "Video" in architecture
-    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.shared_data]
+    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.data_of("evaluation")]
     hub_ids = list(dict.fromkeys(one["hub_id"] for one in data if one.get("hub_id")))
     task, library = _task(architecture), library_of(facts.model.get("base_model_type"))
     metadata = ModelCardData(
@@ -107,9 +106,9 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         model_name=(repo_id or folder or facts.title).rpartition("/")[2] if facts.results else None,
         eval_results=[result for one in facts.results for result in _eval_results(facts, one, task)] or None,
     )
-    pictures = {}
-    if len({_height(result) for result in _single_size_results(facts)}) > 1:
-        pictures[PICTURE] = _plot(facts)
+    # The evaluations whose images all had the same size.
+    by_size = [result for result in facts.results if result.get("max_num_patches") is None]
+    pictures = {PICTURE: _plot(facts, by_size)} if len(set(map(_height, by_size))) > 1 else {}
     card = ModelCard.from_template(
         metadata,
         template_path=str(FOLDER / "template.md.jinja"),
@@ -118,7 +117,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         paper=common["papers"][encoding["paper"]],
         rotary=facts.encoding in ENCODING_TRAITS,
         described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
-        evaluated=facts.evaluation_data or facts.dataset,
+        evaluated=facts.data_of("evaluation"),
         picture=PICTURE if pictures else None,
         metrics={key: label for key, label in METRICS.items() if any(key in result for result in facts.results)},
         license=_license_sentence(facts.license),
@@ -164,19 +163,16 @@ def push_card(
     has_records = saved.has(RESULTS_FILE) and is_describable(saved)
     if facts is None and not evaluations and not has_records and not describes_itself:
         card = Card.read(saved)
-        return card.with_license(license) if license else card
-    known = facts_of_run(saved, facts, evaluations, title=repo_id.rpartition("/")[2])
-    if known.status in ("not trained", "not evaluated") and known.architecture != "adapter":
-        raise FactsError(
-            f"{known.title} is {known.status}: no figure was measured with these weights. Evaluate them with "
-            "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
-        )
-    if license and known.license not in (None, license):
-        raise FactsError(
-            f"license is {known.license!r} in the facts and {license!r} was asked for; change one of them."
-        )
-    known.license = known.license or license
-    return render_card(known, repo_id)
+    else:
+        known = facts_of_run(saved, facts, evaluations, title=repo_id.rpartition("/")[2])
+        if known.status in ("not trained", "not evaluated") and known.architecture != "adapter":
+            raise FactsError(
+                f"{known.title} is {known.status}: no figure was measured with these weights. Evaluate them with "
+                "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
+            )
+        known.license = known.license or license
+        card = render_card(known, repo_id)
+    return card.with_license(license) if license else card
 
 
 def _license_sentence(license: str | None) -> str:
@@ -221,7 +217,7 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
         )
 
 
-def _plot(facts: Facts) -> bytes:
+def _plot(facts: Facts, results: list[dict]) -> bytes:
     """Accuracy against image height with intervals, and the paper's figures as open circles."""
     require_libraries("The plot of the card", "train", "matplotlib")
     import matplotlib
@@ -230,7 +226,6 @@ def _plot(facts: Facts) -> bytes:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
-    results = _single_size_results(facts)
     heights = [_height(result) for result in results]
     values = [100 * result["accuracy"] for result in results]
     bounds = [
@@ -252,17 +247,12 @@ def _plot(facts: Facts) -> bytes:
 
 
 def _evaluation_data(facts: Facts) -> dict[str, Any]:
-    return facts.evaluation_data or facts.shared_data or {"name": "data that are not recorded"}
+    return facts.data_of("evaluation") or {"name": "data that are not recorded"}
 
 
 def _height(figure: Mapping[str, Any]) -> int:
     """Height of the images, also if the size starts with a number of frames."""
     return figure["image_size"][-2]
-
-
-def _single_size_results(facts: Facts) -> list[dict[str, Any]]:
-    """The evaluations whose images all had the same size."""
-    return [result for result in facts.results if result.get("max_num_patches") is None]
 
 
 def _is_trained_size(facts: Facts, result: Mapping[str, Any]) -> bool:

@@ -1,41 +1,59 @@
 """
-Facts of a saved folder, and their comparison with given facts.
+Facts of a saved folder, the model's configuration and the training scripts' records, compared with given facts.
 
 A card takes the model's description, its data and its figures from the checkpoint and the records beside it. A facts
 file may repeat them or add what no record contains; contradictions are refused.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..storage.saved_model import SavedModel
-from .facts import MODEL_FIELDS, Facts, FactsError, format_inputs, input_key
-from .run_records import (
-    RESULTS_FILE,
-    RUN_FILE,
-    data_of_run,
-    describe_checkpoint,
-    read_record,
-    recipe_of_run,
-    record_group,
-    result_of_run,
-)
+from ..auto import model_class
+from ..patching.adapters import parse_adapter
+from ..storage.saved_model import ADAPTER_CONFIG, CONFIG, SavedModel, first_line
+from .facts import MODEL_FIELDS, NUMBERS, Facts, FactsError, common_facts, format_inputs, input_key
 
 
+RUN_FILE = "run_config.json"
+RESULTS_FILE = "eval_results.json"
 # `hf-liere convert` writes this file, the only record of where the weights come from.
 CONVERSION_FILE = "conversion.json"
 PROCESSOR_CONFIGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# Settings of a run that a card shows, before those of its augmentation.
+RECIPE_FIELDS = (
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "rotary_learning_rate_factor",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "bf16",
+    "fp16",
+    "max_num_patches",
+    "max_train_samples",
+    "train_fraction",
+    "model_name_or_path",
+)
+UNUSED = (None, False, 0, 0.0, -1)
 COST_FIELDS = ("train_images_per_second", "train_runtime", "parameters")
 # Facts that records may contradict, but that no card takes from them.
 CONFIRMED = ("base_model", "converted_from")
 # Fields that an evaluation may set without changing what the model computes.
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
-# Beside the name, these fields decide whether two descriptions are of the same data.
-DATA_DETAILS = ("config", "split", "files")
-THERE = "the folder"
+# Descriptions of data, and the fields that beside the name decide whether two of them are of the same data.
+DATA = ("training_data", "evaluation_data", "data")
+DATA_DETAILS = ("config", "split", "files", "samples")
+NOT_RECORDED = "not recorded"
 
 
 def facts_of_run(
@@ -58,64 +76,204 @@ def facts_of_run(
         FactsError: if a figure was measured with other or unknown weights, data or configuration, or if `facts`
             contradict the checkpoint or its records; the message lists each such fact.
     """
-    checkpoint, run = describe_checkpoint(saved), read_record(saved, RUN_FILE)
-    model = checkpoint["model"]
+    checkpoint, conversion = describe_checkpoint(saved), read_record(saved, CONVERSION_FILE)
     known = copy.deepcopy(facts) or Facts(title=title or saved.folder.resolve().name, encoding=checkpoint["encoding"])
-    _add_conversion(known, saved)
-    own = result_of_run(saved, progress["metrics"] or {}) if progress else result_of_run(saved)
-    measured = _read_evaluations(saved, own, evaluations, checkpoint)
-    recorded = _everything_recorded(saved, checkpoint, run, measured)
-    if differing := find_contradictions(known, recorded, measured):
+    if conversion.get("weights") == saved.digest:
+        for name in ("converted_from", "notes", "license"):
+            if getattr(known, name) is None:
+                setattr(known, name, conversion.get(name))
+    metrics = progress and (progress["metrics"] or {})
+    measured = _read_evaluations(saved, metrics, evaluations, checkpoint["model"])
+    recorded = checkpoint | _everything_recorded(saved, checkpoint["model"], measured)
+    if differing := find_contradictions(known, recorded):
         raise FactsError(
             f"The facts of {known.title!r} contradict {saved}: {'; '.join(differing)}. Correct the facts or leave "
             "them out; accepted are facts that agree, or that checkpoint and records do not contain."
         )
     inputs = [input_key(result) for result in measured]
-    known.results = measured + [result for result in known.results if input_key(result) not in inputs]
-    for result in known.results:
+    results = measured + [result for result in known.results if input_key(result) not in inputs]
+    for result in results:
         _require_weights(result, saved.digest)
+    if recorded["model"].get("num_labels", 6) <= 5:
+        results = [{name: one[name] for name in one if not name.startswith("top5")} for one in results]
     shown = {name: value for name, value in recorded.items() if name not in CONFIRMED}
-    shown |= {"model": _select(model, MODEL_FIELDS), "cost": known.cost | recorded["cost"]}
-    if run:
-        shown |= {"recipe": recipe_of_run(run), "cost": _select(recorded["cost"], COST_FIELDS)}
-        if not isinstance(recorded["environment"].get("libraries"), dict):
+    shown |= {"results": results, "model": _select(recorded["model"], MODEL_FIELDS)}
+    if "recipe" in recorded:
+        shown |= {"recipe": _settings_in_use(saved, recorded["recipe"]), "cost": _select(shown["cost"], COST_FIELDS)}
+        if not isinstance(shown["environment"].get("libraries"), dict):
             shown["environment"] = {}
         # These fields describe a planned recipe, not the run.
         shown |= {"recipe_source": None, "dataset": None}
-    if model.get("num_labels", 6) <= 5:
-        known.results = [{name: one[name] for name in one if not name.startswith("top5")} for one in known.results]
+    else:
+        shown["cost"] = known.cost | recorded["cost"]
     return replace(known, **shown, progress=progress, has_processor=any(map(saved.has, PROCESSOR_CONFIGS)))
 
 
-def _add_conversion(facts: Facts, saved: SavedModel) -> None:
-    """Add the facts of a conversion, unless they are given."""
-    conversion = read_record(saved, CONVERSION_FILE)
-    if conversion.get("weights") == saved.digest:
-        for name in ("converted_from", "notes", "license"):
-            if getattr(facts, name) is None:
-                setattr(facts, name, conversion.get(name))
+def is_describable(saved: SavedModel) -> bool:
+    """Whether a saved model can have a card: image and video models can, unless they generate text."""
+    try:
+        cls = model_class(saved.architecture)
+    except ValueError:
+        # `describe_checkpoint` reports models that are not ours.
+        return True
+    return any(kind in cls.input_modalities for kind in ("image", "video")) and not cls.can_generate()
+
+
+def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
+    """
+    Facts of a saved model or adapter, by the names of [`Facts`], with every configuration field in `model`.
+
+    Raises:
+        FactsError: if the configuration is unreadable, not one of ours, or that of a model without cards.
+    """
+    if saved.is_adapter:
+        try:
+            patch, (base, *_) = parse_adapter(saved.configuration, saved.folder / ADAPTER_CONFIG)
+        except ValueError as error:
+            raise FactsError(str(error)) from None
+        shapes = {"num_hidden_layers": base["layers"], "num_attention_heads": base["heads"]}
+        model = {**patch.to_dict(), **shapes, "base_model_type": base["model_type"]}
+        if patch.rotary_init == "pretrained":
+            # Models with RoPE have no position table to keep.
+            del model["keep_absolute"]
+        return {"architecture": "adapter", "encoding": patch.position_encoding, "model": model}
+    try:
+        cls = model_class(saved.architecture)
+        config = cls.config_class.from_dict(saved.configuration)
+    except Exception as error:
+        # Errors of strict configurations name the field and what it accepts.
+        raise FactsError(f"{saved.folder / CONFIG} is not a configuration of hf_liere: {first_line(error)}") from None
+    if not is_describable(saved):
+        raise FactsError(
+            f"{saved} contains a {cls.__name__}; cards are rendered for image and video models only. Write a "
+            "README.md there; it is published as it is, without facts and evaluations."
+        )
+    values = config.to_dict()
+    model = {**(values.get("vision_config") or {}), **values, **(values.get("rotary_patch") or {})}
+    found = {"architecture": cls.__name__, "encoding": model.get("position_encoding"), "model": model}
+    if cls.__name__.endswith("Classification"):
+        names = [str(config.id2label[number]) for number in range(config.num_labels)]
+        model["num_labels"] = config.num_labels
+        found["class_names"] = [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
+    return found
+
+
+def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -> dict | None:
+    """
+    The evaluation in the output folder of a training script, or `metrics` of that run; `None` without one.
+
+    Returns:
+        `image_size`, `samples`, `weights` (digest of the evaluated weights), `data` (see [`data_of_run`]), and for
+        every metric its value and the bounds `<metric>_low` and `<metric>_high` of its 95% interval. Also
+        `max_num_patches` for images that kept their aspect ratio; coordinates then refer to `image_size`.
+
+    Raises:
+        FactsError: if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
+    """
+    metrics = read_record(saved, RESULTS_FILE) if metrics is None else metrics
+    if not metrics:
+        return None
+    condition, unchanged = run_group(saved, "condition"), (None, "none", 0)
+    names = [name for name in ("evaluation_shuffle", "evaluation_offset") if condition.get(name) not in unchanged]
+    if names:
+        shown = ", ".join(f"{name} {condition[name]}" for name in names)
+        raise FactsError(f"{saved} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")
+    data = data_of_run(saved, "evaluation")
+    samples = data.get("samples") if metrics.get("eval_samples") is None else metrics["eval_samples"]
+    result = {
+        "image_size": read_record(saved, RUN_FILE).get("image_size"),
+        # Unreadable examples are counted separately and do not enter any metric.
+        "samples": samples and samples - metrics.get("eval_unreadable", 0),
+        "weights": read_record(saved, "weights.json").get("sha256"),
+        "data": data,
+    }
+    result |= _select(run_group(saved, "data"), ["max_num_patches"])
+    return result | {name: metrics[f"eval_{name}"] for name in NUMBERS if f"eval_{name}" in metrics}
+
+
+def data_of_run(saved: SavedModel, side: str) -> dict[str, Any]:
+    """
+    The training data (`side="train"`) or evaluation data (`side="evaluation"`) in the record of a run.
+
+    Returns:
+        A mapping with the names of `facts.DATA_FIELDS`, completed from common.yaml; empty if the run did not train.
+    """
+    if (used := run_group(saved, "examples").get(side)) is None:
+        return {} if side == "train" else {"name": NOT_RECORDED, "type": "custom"}
+    name, files = used.get("name"), [Path(file).name for file in used.get("files") or []]
+    known = common_facts()["datasets"].values()
+    if name:
+        matching = [data for data in known if name in (data.get("hub_id"), data["type"])]
+        other = {"name": name, "type": name, "hub_id": name if "/" in name else None}
+    else:
+        matching = [data for data in known if files and set(files) <= set(data.get("files", ()))]
+        shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
+        other = {"name": shown or used.get("folder") or NOT_RECORDED, "type": "custom"}
+    details = {"files": files, **{key: used.get(key) for key in ("config", "split", "samples")}}
+    return {key: value for key, value in ([*matching, other][0] | details).items() if value}
+
+
+def _everything_recorded(saved: SavedModel, model: Mapping[str, Any], measured: list[dict]) -> dict[str, Any]:
+    """What the records of a checkpoint say, by the names of [`Facts`], also where a card shows only a part."""
+    recorded: dict[str, Any] = {"weights": saved.digest, "results": measured, "cost": {"parameters": saved.parameters}}
+    if measured:
+        recorded["evaluation_data"] = measured[0]["data"]
+    if not (run := read_record(saved, RUN_FILE)):
+        return recorded
+    training, environment = run_group(saved, "training"), read_record(saved, "environment.json")
+    metrics, start = read_record(saved, "all_results.json"), run.get("model_name_or_path")
+    recipe = {**model, **run_group(saved, "data"), **run_group(saved, "augmentation"), **training}
+    recipe["model_name_or_path"] = start
+    if (training.get("max_steps") or 0) > 0 and "epoch" in metrics:
+        recipe["num_train_epochs"] = metrics["epoch"]
+    if "per_device_train_batch_size" in training:
+        batch = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
+        recipe["total_train_batch_size"] = batch * environment.get("world_size", 1)
+    recorded |= {"recipe": recipe, "environment": environment, "cost": metrics | recorded["cost"]}
+    recorded["training_data"] = data_of_run(saved, "train") or None
+    recorded["seeds"] = [training["seed"]] if "seed" in training else []
+    # Records contain only the last part of folders, so a name with a slash is on the Hub.
+    if start is None or "/" in start:
+        recorded["base_model"] = start
+    if training.get("do_train"):
+        recorded["converted_from"] = start
+    return recorded
+
+
+def _settings_in_use(saved: SavedModel, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded settings of training and augmentation that had an effect, by flag."""
+    without_effect = {
+        "gradient_accumulation_steps": recipe.get("gradient_accumulation_steps") == 1,
+        # Trainer stops at max_steps, whatever the number of epochs.
+        "num_train_epochs": recipe.get("max_steps") not in UNUSED,
+        "train_fraction": recipe.get("train_fraction") == 1,
+        "random_resized_crop_scale": not recipe.get("random_resized_crop"),
+        "rand_augment_magnitude": not recipe.get("rand_augment_ops"),
+        "mixing_probability": not (recipe.get("mixup_alpha") or recipe.get("cutmix_alpha")),
+        "repeated_augmentation": recipe.get("repeated_augmentation") == 1,
+    }
+    shown = _select(recipe, (*RECIPE_FIELDS, *run_group(saved, "augmentation")))
+    return {name: value for name, value in shown.items() if value not in UNUSED and not without_effect.get(name)}
 
 
 def _read_evaluations(
-    saved: SavedModel, own: dict | None, evaluations: Iterable[str | Path], checkpoint: Mapping[str, Any]
+    saved: SavedModel, metrics: dict | None, evaluations: Iterable[str | Path], model: Mapping[str, Any]
 ) -> list[dict]:
-    """The evaluations of these weights; all must use the same data and the checkpoint's configuration."""
-    results = [] if own is None else [(saved, own)]
-    for place in map(SavedModel, evaluations):
-        result = result_of_run(place)
+    """The evaluations for a card; all must use the same data and the checkpoint's configuration."""
+    results = [(place, result_of_run(place)) for place in map(SavedModel, evaluations)]
+    for place, result in results:
         if result is None:
             raise FactsError(f"{place} contains no {RESULTS_FILE}: it is not the output of an evaluation.")
-        results.append((place, result))
-    for place, result in results:
-        _require_weights(result, saved.digest)
-        then = record_group(read_record(place, RUN_FILE), "model")
-        fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
-        if differing := _differences(_select(then, fields), checkpoint["model"], "config.json", str(place)):
+    measured = [(place, result) for place, result in [(saved, result_of_run(saved, metrics)), *results] if result]
+    fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
+    for place, result in measured:
+        then = _select(run_group(place, "model"), fields)
+        if differing := _differences({"model": then}, {"model": model}, (place, CONFIG)):
             raise FactsError(f"{place} was measured with another configuration: {'; '.join(differing)}.")
-        first, data = results[0]
-        if differing := _data_differences("data", data["data"], result["data"], DATA_DETAILS, str(place), str(first)):
+        first, this = ({"data": {**one["data"], "samples": None}} for one in (measured[0][1], result))
+        if differing := _differences(first, this, (measured[0][0], place)):
             raise FactsError(f"A card contains evaluations of the same data only: {'; '.join(differing)}.")
-    return [result for _, result in results]
+    return [result for _, result in measured]
 
 
 def _require_weights(result: Mapping[str, Any], weights: str) -> None:
@@ -127,105 +285,54 @@ def _require_weights(result: Mapping[str, Any], weights: str) -> None:
         )
 
 
-def find_contradictions(facts: Facts, recorded: Mapping[str, Any], measured: list[dict]) -> list[str]:
-    """Every fact that contradicts what is recorded, or an evaluation for the card, with both values."""
-    model, of_data = recorded["model"], ("training_data", "evaluation_data")
-    stated = {name: value for name, value in vars(facts).items() if value and name not in of_data}
-    differing = _differences(stated, recorded)
+def find_contradictions(facts: Facts, recorded: Mapping[str, Any]) -> list[str]:
+    """Every fact that contradicts what is recorded, with both values."""
+    data = {f"{side}_data": facts.data_of(side) for side in ("training", "evaluation")}
+    stated = {name: value for name, value in (vars(facts) | data).items() if value}
+    classes = [{"model": _select(described, ["num_labels"])} for described in data.values()]
+    differing = [each for one in (stated, *classes) for each in _differences(one, recorded)]
     differing += [
         f"{name} is {value!r} in the facts, and the checkpoint has no such field"
         for name, value in facts.model.items()
-        if name not in model
+        if name not in recorded["model"]
     ]
-    differing += _contradictions_with_data(facts, recorded)
-    for result in facts.results:
-        for other in measured:
-            if input_key(other) == input_key(result):
-                at = f" at {format_inputs(result)}"
-                ours, theirs = ({name + at: one[name] for name in one if name != "data"} for one in (result, other))
-                differing += _differences(ours, theirs)
     return list(dict.fromkeys(differing))
 
 
-def _everything_recorded(
-    saved: SavedModel, checkpoint: Mapping[str, Any], run: Mapping[str, Any], measured: list[dict]
-) -> dict[str, Any]:
-    """What a checkpoint and its records say, by the names of [`Facts`], also where a card shows only a part."""
-    recorded: dict[str, Any] = {**checkpoint, "weights": saved.digest, "cost": {"parameters": saved.parameters}}
-    if measured:
-        recorded["evaluation_data"] = measured[0]["data"]
-    if not run:
-        return recorded
-    training, environment = record_group(run, "training"), read_record(saved, "environment.json")
-    metrics, start = read_record(saved, "all_results.json"), run.get("model_name_or_path")
-    recipe = {**checkpoint["model"], **record_group(run, "data"), **record_group(run, "augmentation"), **training}
-    if (training.get("max_steps") or 0) > 0 and "epoch" in metrics:
-        recipe["num_train_epochs"] = metrics["epoch"]
-    if "per_device_train_batch_size" in training:
-        batch = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
-        recipe["total_train_batch_size"] = batch * environment.get("world_size", 1)
-    recorded |= {"recipe": recipe, "environment": environment, "cost": metrics | recorded["cost"]}
-    recorded["training_data"] = data_of_run(run, "train")
-    recorded["seeds"] = [training["seed"]] if "seed" in training else []
-    # Records contain only the last part of folders, so a name with a slash is on the Hub.
-    if start is None or "/" in start:
-        recorded["base_model"] = start
-    if training.get("do_train"):
-        recorded["converted_from"] = start
-    return recorded
-
-
-def _contradictions_with_data(facts: Facts, recorded: Mapping[str, Any]) -> list[str]:
-    differing, num_labels = [], recorded["model"].get("num_labels")
-    unsplit = {name: value for name, value in facts.shared_data.items() if name != "split"}
-    for name, stated in (
-        ("training_data", facts.training_data or unsplit),
-        ("evaluation_data", facts.evaluation_data or facts.shared_data),
-    ):
-        if stated and recorded.get(name):
-            details = (*DATA_DETAILS, "samples")
-            differing += _data_differences(name.replace("_", " "), stated, recorded[name], details)
-        if num_labels is not None and stated.get("num_labels") not in (None, num_labels):
-            differing.append(
-                f"{stated['name']} of the facts has {stated['num_labels']} classes and the checkpoint {num_labels}"
-            )
-    return differing
-
-
-def _data_differences(
-    label: str,
-    stated: Mapping[str, Any],
-    known: Mapping[str, Any],
-    details: Iterable[str],
-    there: str = THERE,
-    here: str = "the facts",
-) -> list[str]:
-    """Differences between two descriptions of data; a field that only one of them has does not count."""
-    both = [{**data, "files": [Path(file).name for file in data.get("files", ())]} for data in (stated, known)]
-    identities = [data.get("hub_id") or data.get("type") or data["name"] for data in both]
-    if identities[0] != identities[1] or (identities[0] == "custom" and stated["name"] != known["name"]):
-        return [f"{label} is {stated['name']!r} in {here} and {known['name']!r} in {there}"]
-    ours, theirs = ({f"{label}: {name}": data[name] for name in details if data.get(name)} for data in both)
-    return _differences(ours, theirs, there, here)
-
-
 def _differences(
-    stated: Mapping[str, Any], known: Mapping[str, Any], there: str = THERE, here: str = "the facts"
+    stated: Mapping[str, Any], known: Mapping[str, Any], places: tuple[object, object] = ("the facts", "the folder")
 ) -> list[str]:
-    """A sentence for every name that has different values in both mappings; nested mappings are compared too."""
-    differing = []
-    for name, value in stated.items():
-        if name not in known:
-            continue
-        if isinstance(value, dict) and isinstance(known[name], dict):
-            differing += _differences(value, known[name], there, here)
-        elif not _are_equal(value, known[name]):
-            differing.append(f"{name} is {value!r} in {here} and {known[name]!r} in {there}")
-    return differing
+    """A sentence for every fact that has different values in both; one that only one of them has does not count."""
+    values = dict(_statements(known))
+    return [
+        f"{place[-1]} is {value!r} in {places[0]} and {values[place]!r} in {places[1]}"
+        for place, value in _statements(stated)
+        if place in values and not _are_equal(value, values[place])
+    ]
+
+
+def _statements(facts: Mapping[str, Any], group: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every single fact with its place among [`Facts`], which ends with its name in messages."""
+    for name, value in facts.items():
+        if name in DATA and not group and value:
+            label, kind = name.replace("_", " "), value.get("type")
+            details = {**value, "files": [Path(file).name for file in value.get("files", ())]}
+            yield (label,), value.get("hub_id") or (value["name"] if kind in (None, "custom") else kind)
+            yield from (((f"{label}: {each}",), details[each]) for each in DATA_DETAILS if details.get(each))
+        elif name == "results" and not group:
+            for result in value:
+                numbers = {f"{key} at {format_inputs(result)}": result[key] for key in result if key != "data"}
+                yield from _statements(numbers, (str(input_key(result)),))
+        else:
+            yield (*group, name), value
+            if isinstance(value, dict):
+                yield from _statements(value, (*group, name))
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Whether two values are equal; 32 and [32, 32] are the same image size."""
+    """Whether two values are equal; 32 and [32, 32] are the same image size, and groups are compared one by one."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return True
     values = [list(value) if isinstance(value, tuple) else value for value in (first, second)]
     if isinstance(values[0], list) != isinstance(values[1], list):
         values.sort(key=lambda value: isinstance(value, list))
@@ -236,3 +343,19 @@ def _are_equal(first: Any, second: Any) -> bool:
 def _select(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The values of `names` that are not `None`."""
     return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def read_record(saved: SavedModel, name: str) -> dict[str, Any]:
+    """Read a record beside a model; empty if missing. Raises [`FactsError`] if it cannot be read."""
+    try:
+        return saved.read_json(name) if saved.has(name) else {}
+    except ValueError as error:
+        raise FactsError(str(error)) from None
+
+
+def run_group(saved: SavedModel, name: str) -> dict[str, Any]:
+    """A group of the record of a run; empty if missing."""
+    value = read_record(saved, RUN_FILE).get(name)
+    if not isinstance(value, dict | None):
+        raise FactsError(f"{name} in {RUN_FILE} is {value!r}; accepted: a json object.")
+    return value or {}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Facts:
         class_names: Names of the classes, in the order of the classifier's outputs.
         model: Configuration fields that describe the architecture.
         recipe: Training settings by name; `recipe_source` names their origin.
-        results: Evaluations, see [`run_records.result_of_run`].
+        results: Evaluations, see [`checked_facts.result_of_run`].
         paper_figures: `image_size`, `accuracy` (from 0 to 1), optionally `low` and `high`, and `where` (paper, table).
         cost: Time and speed of training and the number of parameters, by name.
         environment: Versions and hardware of training.
@@ -120,25 +120,21 @@ class Facts:
             if self.dataset not in common["datasets"]:
                 raise FactsError(f"dataset {self.dataset!r}: accepted are {', '.join(common['datasets'])}.")
             self.dataset = common["datasets"][self.dataset]
-        shared = self.shared_data
-        # The split of a data set is the evaluated one.
-        unsplit = {name: value for name, value in shared.items() if name != "split"}
-        self.training_data = self.training_data and {**unsplit, **self.training_data}
-        self.evaluation_data = self.evaluation_data and {**shared, **self.evaluation_data}
+        self.training_data = self.training_data and self.data_of("training")
+        self.evaluation_data = self.evaluation_data and self.data_of("evaluation")
         for data in filter(None, (self.dataset, self.training_data, self.evaluation_data)):
-            if unknown := set(data) - set(DATA_FIELDS):
-                raise FactsError(f"data {sorted(unknown)}: accepted are {', '.join(DATA_FIELDS)}.")
-            if not data.get("name"):
-                raise FactsError(f"data {data!r}: the name is missing.")
+            _check_data(data)
         for figure in (*self.results, *self.paper_figures):
             _check_figure(figure)
         self.results.sort(key=input_key)
 
-    @property
-    def shared_data(self) -> dict:
-        """The fields of `dataset`; empty without one."""
+    def data_of(self, side: str) -> dict:
+        """The `"training"` or `"evaluation"` data with what `dataset` says of them; empty if nothing is known."""
         assert not isinstance(self.dataset, str), "the data set of this name has replaced it"
-        return self.dataset or {}
+        # The split of a data set is the evaluated one.
+        left_out = ("split",) if side == "training" else ()
+        shared = {name: value for name, value in (self.dataset or {}).items() if name not in left_out}
+        return {**shared, **(getattr(self, f"{side}_data") or {})}
 
     @property
     def status(self) -> str:
@@ -149,13 +145,23 @@ class Facts:
         return "not evaluated" if exists else "not trained"
 
 
+def _check_data(data: dict) -> None:
+    if unknown := set(data) - set(DATA_FIELDS):
+        raise FactsError(f"data {sorted(unknown)}: accepted are {', '.join(DATA_FIELDS)}.")
+    if not data.get("name"):
+        raise FactsError(f"data {data!r}: the name is missing.")
+    files = data.get("files", [])
+    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        raise FactsError(f"data files {files!r}: accepted is a list of names.")
+
+
 def _check_figure(figure: dict) -> None:
     """Turn sizes into lists; require an accuracy from 0 to 1 and finite numbers for all other figures."""
     accuracy, size = figure.get("accuracy"), figure.get("image_size")
     if accuracy is None or not _is_number(accuracy) or not 0 <= accuracy <= 1:
         raise FactsError(f"accuracy {accuracy!r}: accepted are shares of 1, so 69.6% is 0.696.")
-    figure["image_size"] = sides = [size, size] if isinstance(size, int) else size
-    if not isinstance(sides, list) or len(sides) not in (2, 3) or not all(isinstance(side, int) for side in sides):
+    figure["image_size"] = sides = height_and_width(size)
+    if len(sides) not in (2, 3) or not all(isinstance(side, int) for side in sides):
         raise FactsError(f"image_size {size!r}: accepted are a number of pixels, or [height, width].")
     patches = figure.get("max_num_patches")
     if patches is not None and (not isinstance(patches, int) or patches < 1):
@@ -181,34 +187,32 @@ def load_facts(path: str | Path) -> Facts:
     Raises:
         FactsError: for a missing or unreadable file, an unknown key or a value out of range.
     """
-    path = Path(path)
-    if not path.is_file() and (FOLDER / f"{path.name}.yaml").is_file():
-        path = FOLDER / f"{path.name}.yaml"
-    if not path.is_file():
-        known = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "common")
+    places = (Path(path), FOLDER / f"{Path(path).name}.yaml")
+    if (file := next((place for place in places if place.is_file()), None)) is None:
+        known = sorted(place.stem for place in FOLDER.glob("*.yaml") if place.stem != "common")
         raise FactsError(f"No facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
         place = f", line {mark.line + 1}" if mark else ""
-        raise FactsError(f"{path.name} is not a readable yaml file{place}: {reason}.") from None
-    known = {item.name: item for item in fields(Facts)}
+        raise FactsError(f"{file.name} is not a readable yaml file{place}: {reason}.") from None
+    known = [item.name for item in fields(Facts)]
     if not isinstance(content, dict) or set(content) - set(known):
         unknown = sorted(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
-        raise FactsError(f"{path.name}: unknown key {unknown}; accepted: {', '.join(known)}.")
-    required = [name for name, item in known.items() if item.default is item.default_factory is MISSING]
-    if missing := [name for name in required if name not in content]:
-        raise FactsError(f"{path.name}: {', '.join(missing)} missing.")
+        raise FactsError(f"{file.name}: unknown key {unknown}; accepted: {', '.join(known)}.")
+    if missing := [name for name in ("title", "encoding") if name not in content]:
+        raise FactsError(f"{file.name}: {', '.join(missing)} missing.")
     try:
         return Facts(**content)
     except FactsError as error:
-        raise FactsError(f"{path.name}: {error}") from None
+        raise FactsError(f"{file.name}: {error}") from None
 
 
-def height_and_width(size: int | Iterable[int]) -> list[int]:
-    return [size, size] if isinstance(size, int) else list(size)
+def height_and_width(size: Any) -> list:
+    """[height, width] of a square given as a number; the sides of other sizes."""
+    return list(size) if isinstance(size, list | tuple) else [size, size]
 
 
 def format_size(size: int | Iterable[int]) -> str:

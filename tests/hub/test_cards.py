@@ -18,10 +18,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 import hf_liere
 from hf_liere.cli import main
 from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render_card
-from hf_liere.hub.checked_facts import facts_of_run
+from hf_liere.hub.checked_facts import facts_of_run, is_describable
 from hf_liere.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
 from hf_liere.hub.publishing import publish, push
-from hf_liere.hub.run_records import is_describable
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
 
@@ -229,9 +228,9 @@ def test_facts_of_another_model_are_refused_with_every_contradiction(run, capsys
         "image_size is 32 in the facts and 16 in the folder",
         "hidden_size is 768 in the facts and 48 in the folder",
         "num_hidden_layers is 12 in the facts and 2 in the folder",
-        "CIFAR-100 of the facts has 100 classes and the checkpoint 10",
-        "training data is 'CIFAR-100' in the facts and 'CIFAR-10' in the folder",
-        "evaluation data is 'CIFAR-100' in the facts and 'CIFAR-10' in the folder",
+        "num_labels is 100 in the facts and 10 in the folder",
+        "training data is 'uoft-cs/cifar100' in the facts and 'uoft-cs/cifar10' in the folder",
+        "evaluation data is 'uoft-cs/cifar100' in the facts and 'uoft-cs/cifar10' in the folder",
         "num_train_epochs is 200 in the facts and 10 in the folder",
         "total_train_batch_size is 512 in the facts and 64 in the folder",
         "learning_rate is 0.0001 in the facts and 0.001 in the folder",
@@ -264,7 +263,10 @@ AGREEING = {
         ({"model": {"depth": 3}}, "depth is 3 in the facts, and the checkpoint has no such field"),
         ({"cost": {"parameters": 139_594}}, r"parameters is 139594 in the facts and \d+ in the folder"),
         ({"cost": {"train_runtime": 3.0}}, "train_runtime is 3.0 in the facts and 1039.2 in the folder"),
-        ({"dataset": {"name": "flowers"}}, "evaluation data is 'flowers' in the facts and 'CIFAR-10' in the folder"),
+        (
+            {"dataset": {"name": "flowers"}},
+            "evaluation data is 'flowers' in the facts and 'uoft-cs/cifar10' in the",
+        ),
         (
             {"training_data": {"samples": 50_000}},
             "training data: samples is 50000 in the facts and 49000 in the folder",
@@ -315,12 +317,12 @@ def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(
     for dataset in ("cifar10", {"name": "CIFAR-10", "files": ["test.parquet"]}):
         (tmp_path / "facts.yaml").write_text(yaml.safe_dump({"title": "T", "encoding": "liere", "dataset": dataset}))
         with pytest.raises(
-            FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'test.parquet' in the folder"
+            FactsError, match="evaluation data is '(uoft-cs/cifar10|CIFAR-10)' in the facts and 'test.parquet' in"
         ):
             push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
     (folder / "run_config.json").unlink()
     (tmp_path / "facts.yaml").write_text("title: T\nencoding: liere\ndataset: cifar10\n")
-    with pytest.raises(FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'not recorded' in the folder"):
+    with pytest.raises(FactsError, match="evaluation data is 'uoft-cs/cifar10' in the facts and 'not recorded' in"):
         push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
 
 
@@ -334,7 +336,7 @@ def test_evaluations_of_other_data_or_under_a_condition_are_refused(run, tmp_pat
         return pytest.raises(FactsError, match=groups.pop("match"))
 
     other = {"evaluation": content["examples"]["evaluation"] | {"name": "mnist"}}
-    with changed(examples=other, match="data is 'CIFAR-10' in .* and 'mnist' in "):
+    with changed(examples=other, match="data is 'uoft-cs/cifar10' in .* and 'mnist' in "):
         push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
     with changed(condition={"evaluation_shuffle": "patches"}, match="with evaluation_shuffle patches; accepted: eval"):
         push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
@@ -349,7 +351,7 @@ def test_a_licence_is_chosen_or_said_not_to_be(run, tmp_path):
     (tmp_path / "facts.yaml").write_text("title: T\nencoding: liere\nlicense: apache-2.0\n")
     facts = load_facts(tmp_path / "facts.yaml")
     assert push_card(SavedModel(folder), "me/x", facts).license == "apache-2.0"
-    with pytest.raises(FactsError, match="license is 'apache-2.0' in the facts and 'mit' was asked for"):
+    with pytest.raises(FactsError, match="names the licence 'apache-2.0', not 'mit'; change one of them"):
         push_card(SavedModel(folder), "me/x", facts, license="mit")
     # A card that lies in the folder, of a user or rendered before.
     for text in ("# Mine\n", push_card(SavedModel(folder), "me/x").text):
@@ -501,6 +503,7 @@ def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
         ({"title": None}, "facts.yaml: title missing"),
         ({"model": 3}, "facts.yaml: Field .model. expected dict, got int"),
         ({"results": [{"accuracy": 0.5}]}, "facts.yaml: image_size None: accepted are a number of pixels"),
+        ({"dataset": {"name": "x", "files": "a.parquet"}}, "facts.yaml: data files 'a.parquet': accepted is a list of"),
         ({"dataset": {"name": "x", "sise": 3}}, r"facts.yaml: data \['sise'\]: accepted are name, type"),
     ],
 )
