@@ -32,8 +32,8 @@ from .attention import (
     attention_distances,
     attention_maps,
     attention_relativity,
+    black_input,
     evaluation_mode,
-    overlay,
     size_options,
     vision_tower,
 )
@@ -162,7 +162,7 @@ def analyse(
         for pixel_values in inputs or [black_input(tower)]:
             device = next(tower.module.parameters()).device
             cost = count_cost(tower.module, pixel_values[:1].to(device), **size_options(tower, pixel_values))
-            measured = InputAnalysis(input_size(pixel_values), cost)
+            measured = InputAnalysis((*pixel_values.shape[1:-3], *pixel_values.shape[-2:]), cost)
             if inputs:
                 options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
                 measured.attention = attention_maps(model, pixel_values, **options)
@@ -252,27 +252,12 @@ def _remarks(tower: Tower, encoding: RotaryEncoding | None, has_inputs: bool) ->
     return remarks
 
 
-def black_input(tower: Tower) -> torch.Tensor:
-    """One black image or clip of the trained size."""
-    extents = tower.patch_embedding.kernel_size
-    *frames, height, width = (size * extent for size, extent in zip(tower.train_grid[-len(extents) :], extents))
-    return torch.zeros(1, *frames, tower.patch_embedding.in_channels, height, width)
-
-
-def input_size(pixel_values: torch.Tensor) -> tuple[int, ...]:
-    """(height, width) or (frames, height, width) of (B, C, H, W) or (B, T, C, H, W)."""
-    height, width = pixel_values.shape[-2:]
-    return (pixel_values.shape[1], height, width) if pixel_values.ndim == 5 else (height, width)
-
-
 def _collect(value: Any, path: tuple[str, ...], arrays: dict[str, np.ndarray]) -> Any:
-    """A value for json; adds its tensors to `arrays`, and the shares of a cost to the value."""
+    """A value for json; adds its tensors to `arrays`."""
     if isinstance(value, torch.Tensor):
         arrays[".".join(path)] = value.numpy()
         return {"shape": list(value.shape)}
-    if isinstance(value, Cost):
-        value = vars(value) | {name: getattr(value, name) for name in ("parameter_share", "operation_share")}
-    elif dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value):
         value = vars(value)
     elif hasattr(value, "_asdict"):
         value = value._asdict()
@@ -281,15 +266,3 @@ def _collect(value: Any, path: tuple[str, ...], arrays: dict[str, np.ndarray]) -
     if isinstance(value, (list, tuple)):
         return [_collect(entry, (*path, str(index)), arrays) for index, entry in enumerate(value)]
     return value
-
-
-__all__ = [
-    "Analysis",
-    "AttentionMaps",
-    "analyse",
-    "attention_distances",
-    "attention_maps",
-    "attention_relativity",
-    "output_change",
-    "overlay",
-]

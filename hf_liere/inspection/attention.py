@@ -157,6 +157,11 @@ def equal_patches(tower: Tower) -> torch.Tensor:
     return (pixels.transpose(0, 1) if len(extent) == 3 else pixels).unsqueeze(0)
 
 
+def black_input(tower: Tower) -> torch.Tensor:
+    """One black image or clip of the trained size."""
+    return torch.zeros_like(equal_patches(tower))
+
+
 @torch.no_grad()
 def observe_attention(
     tower: Tower,

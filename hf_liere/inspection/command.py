@@ -13,8 +13,8 @@ from ..errors import require_libraries
 from ..models.patched.vision_towers import Tower
 from ..reading.clips import FrameReader
 from ..storage.targets import new_directory
-from .analysis import InspectedModel, analyse, black_input, tokens_transformer, vision_tower
-from .attention import size_options
+from .analysis import InspectedModel, analyse, tokens_transformer
+from .attention import black_input, size_options, vision_tower
 from .comparison import compare
 from .inputs import InspectionError, Preparation, Sample, read_samples
 
@@ -42,16 +42,8 @@ def inspect_checkpoints(
     a second checkpoint, the page shows both side by side, and the directory also contains `compared.json`,
     `compared.npz`, `comparison.json` and `comparison.npz`.
 
-    Args:
-        checkpoints: (directory or repository on the Hub, revision) of one vision transformer that `from_pretrained`
-            reads, or model of tokens, or of two, which are analysed on the same images.
-        output: New or empty directory.
-        images: Images, videos or `.npy` clips.
-        dataset, split, max_samples: Further inputs, see [`read_samples`].
-        image_sizes: Sizes of square inputs; `None` means the trained size, and if accepted, 1.5 and 2 times that size.
-        batch_size: Number of inputs in a batch.
-        trust_remote_code: See [`load_checkpoint`].
-        progress: Whether to show progress bars.
+    The arguments are those of `hf-liere inspect`, with (directory or repository, revision) of one checkpoint,
+    or of two, which are analysed on the same images.
 
     Returns:
         The path of the report.

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Cost:
         operations: Operations of a forward pass, including rotations.
         rotation_operations: Those for computing the rotations of all layers, independent of the batch size.
         rotating_operations: Those for applying them to queries and keys, with `rotate_values` to values and outputs.
+        parameter_share: Share of the position encoding (table and rotations) in all parameters.
+        operation_share: Share of computing and applying rotations in all operations.
     """
 
     parameters: int
@@ -43,16 +45,12 @@ class Cost:
     operations: int
     rotation_operations: int
     rotating_operations: int
+    parameter_share: float = field(init=False)
+    operation_share: float = field(init=False)
 
-    @property
-    def parameter_share(self) -> float:
-        """Share of the position encoding (table and rotations) in all parameters."""
-        return (self.encoding_parameters + self.table_parameters) / self.parameters
-
-    @property
-    def operation_share(self) -> float:
-        """Share of computing and applying rotations in all operations."""
-        return (self.rotation_operations + self.rotating_operations) / self.operations
+    def __post_init__(self) -> None:
+        self.parameter_share = (self.encoding_parameters + self.table_parameters) / self.parameters
+        self.operation_share = (self.rotation_operations + self.rotating_operations) / self.operations
 
 
 def count_products(run: Callable[[], object]) -> int:

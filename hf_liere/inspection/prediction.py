@@ -18,8 +18,7 @@ from ..models.patched.vision_towers import Tower
 from ..reading.clips import FrameReader
 from ..reading.volumes import ORIENTATION, is_scan
 from ..storage.targets import new_file
-from .analysis import black_input
-from .attention import attention_maps, vision_tower
+from .attention import attention_maps, black_input, vision_tower
 from .classes import class_names, class_probabilities, is_classifier, probabilities
 from .inputs import InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
 
@@ -100,7 +99,10 @@ def predict(
         raise InspectionError(f"--top_k {top_k}: accepted are numbers from 1.")
     for name in files:
         require_readable(Path(name))
-    _check_picture(attention, files)
+    if attention is not None and Path(attention).suffix.lower() not in PICTURES:
+        raise InspectionError(f"--attention {attention}: accepted are files in {', '.join(PICTURES)}.")
+    if attention is not None and len(files) > MOST_DRAWN:
+        raise InspectionError(f"--attention draws at most {MOST_DRAWN} files; {len(files)} were given.")
     with nullcontext() if attention is None else new_file(attention) as picture:
         model, processor = load_checkpoint(checkpoint, revision, trust_remote_code)
         names = _classes(model, checkpoint)
@@ -111,10 +113,8 @@ def predict(
                 "which this option does not support; leave it out."
             )
         preparation = Preparation.for_tower(tower, processor)
-        num_frames, is_physical = (
-            preparation.num_frames,
-            getattr(tower.module.config, "coordinates", None) == "physical",
-        )
+        num_frames = preparation.num_frames
+        is_physical = getattr(tower.module.config, "coordinates", None) == "physical"
         reader = FrameReader(preparation.num_channels, getattr(processor, "intensity_range", None))
         if attention is not None and is_physical:
             raise InspectionError("--attention does not know physical coordinates; leave it out for this model.")
@@ -137,15 +137,6 @@ def predict(
             save_attention(rows, picture)
     unknown = [file for file in files if is_scan(Path(file))] if not hasattr(processor, "volume_orientation") else []
     return Predictions(predicted, _remarks(names, processor, unknown))
-
-
-def _check_picture(attention: str | os.PathLike | None, files: Sequence[str]) -> None:
-    if attention is None:
-        return
-    if Path(attention).suffix.lower() not in PICTURES:
-        raise InspectionError(f"--attention {attention}: accepted are files in {', '.join(PICTURES)}.")
-    if len(files) > MOST_DRAWN:
-        raise InspectionError(f"--attention draws at most {MOST_DRAWN} files; {len(files)} were given.")
 
 
 def _classes(model: nn.Module, checkpoint: str | os.PathLike) -> list[str]:

@@ -20,10 +20,9 @@ from hf_liere.inspection.analysis import (
     attention_maps,
     attention_relativity,
     output_change,
-    overlay,
     vision_tower,
 )
-from hf_liere.inspection.attention import equal_patches
+from hf_liere.inspection.attention import equal_patches, overlay
 from hf_liere.inspection.costs import count_cost
 from hf_liere.inspection.encodings import (
     angle_statistics,

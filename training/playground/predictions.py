@@ -23,7 +23,7 @@ from transformers import (
 from hf_liere.auto import models_of
 from hf_liere.errors import InputError
 from hf_liere.hub.pulling import pull
-from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
+from hf_liere.inspection.attention import AttentionMaps, attention_maps, overlay
 from hf_liere.models.transformer.configuration_liere import pair
 from hf_liere.reading.files import visible
 from hf_liere.storage.client import HubError
