@@ -259,7 +259,7 @@ def _settings_in_use(saved: SavedModel, recipe: Mapping[str, Any]) -> dict[str, 
 def _read_evaluations(
     saved: SavedModel, metrics: dict | None, evaluations: Iterable[str | Path], model: Mapping[str, Any]
 ) -> list[dict]:
-    """The evaluations for a card; all must use the same data and the checkpoint's configuration."""
+    """The evaluations of these weights; all must use the same data and the checkpoint's configuration."""
     results = [(place, result_of_run(place)) for place in map(SavedModel, evaluations)]
     for place, result in results:
         if result is None:
@@ -267,6 +267,7 @@ def _read_evaluations(
     measured = [(place, result) for place, result in [(saved, result_of_run(saved, metrics)), *results] if result]
     fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
     for place, result in measured:
+        _require_weights(result, saved.digest)
         then = _select(run_group(place, "model"), fields)
         if differing := _differences({"model": then}, {"model": model}, (place, CONFIG)):
             raise FactsError(f"{place} was measured with another configuration: {'; '.join(differing)}.")
