@@ -15,6 +15,7 @@ from torch import nn
 
 from ..models.encoding.positions import TokenPositions
 from ..models.fast.dispatch import product_dtype, working_dtype
+from ..models.patched.carrying import carry, take_off
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import find_rotation, thread
 from ..models.probing.module_inspection import View
@@ -44,39 +45,23 @@ class CarryingRope(View):
         return carry_coordinates(self.tower, self.base, args, kwargs, self.base(*args, **kwargs))
 
 
-def carry(turn: Turn, coordinates: torch.Tensor, level: torch.Tensor | None = None) -> Turn:
+def carry_places(turn: Turn, coordinates: torch.Tensor, level: torch.Tensor | None) -> Turn:
     """A rotation with coordinates, and the noise level if there is one, behind its channels."""
     carrier = turn if isinstance(turn, torch.Tensor) else turn[0]
     coordinates = coordinates.reshape(*carrier.shape[:-1], -1)
     if level is not None:
         level = level.to(coordinates).expand(*coordinates.shape[:-1], 1)
         coordinates = torch.cat([coordinates, level], dim=-1)  # (…, N, A + 1)
-    if isinstance(turn, torch.Tensor):
-        return torch.cat([turn, coordinates.to(turn.dtype)], dim=-1)  # (…, N, planes + A)
-    cos, sin = turn
-    # sin keeps the type of the model; half types would round coordinates.
-    wide = torch.promote_types(cos.dtype, torch.float32)
-    return torch.cat([cos.to(wide), coordinates.to(wide)], dim=-1), sin  # (…, N, D + A), (…, N, D)
+    return carry(turn, coordinates)
 
 
-def take_off(turn: Turn, planes: Planes) -> tuple[Turn, torch.Tensor, torch.Tensor | None]:
-    """The inverse of [`carry`]: the rotation, its (…, N, A) coordinates, and the noise level."""
-    carrier = turn if isinstance(turn, torch.Tensor) else turn[0]
-    channels = planes.num_planes * (1 if carrier.is_complex() else 2)
-    carried = carrier[..., channels:]  # (…, N, A or A + 1)
-    if carried.shape[-1] not in (planes.num_axes, planes.num_axes + 1):
-        raise RuntimeError(
-            f"Attention got rotations of {carrier.shape[-1]} channels, which do not come from the patched model: "
-            "the positions of its tokens are unknown. Call the model around it, or unpatch the model."
-        )
-    carried = carried.real if carried.is_complex() else carried
+def take_places(carrier: Turn, layer: int, planes: Planes) -> tuple[Turn, torch.Tensor, torch.Tensor | None]:
+    """The inverse of [`carry_places`]: the rotation, its (…, N, A) coordinates, and the noise level."""
+    channels = planes.num_planes * (1 if isinstance(carrier, torch.Tensor) else 2)
+    counts = planes.num_axes, planes.num_axes + 1
+    turn, carried = take_off(carrier, f"Attention layer {layer}", channels, *counts)  # (…, N, A or A + 1)
     coordinates, level = carried[..., : planes.num_axes], carried[..., planes.num_axes :]
-    plain = carrier[..., :channels]
-    return (
-        plain if isinstance(turn, torch.Tensor) else (plain.to(turn[1].dtype), turn[1]),
-        coordinates,
-        level.flatten()[0] if level.shape[-1] else None,
-    )
+    return turn, coordinates, level.flatten()[0] if level.shape[-1] else None
 
 
 def record_noise_level(model: Any, options: dict) -> None:
@@ -101,7 +86,7 @@ def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: 
     patch = tower.rotary_patch
     family, level = patch.family, _noise_level(patch)
     coordinates = family.parts(family.coordinates(rope, *args, **kwargs))
-    carried = tuple(carry(turn, places, level) for turn, places in zip(family.parts(output), coordinates))
+    carried = tuple(carry_places(turn, places, level) for turn, places in zip(family.parts(output), coordinates))
     return carried if family.text == "separate" else carried[0]
 
 
@@ -112,7 +97,7 @@ def carry_argument(model: Any, options: dict) -> None:
     if turn is None:
         raise RuntimeError(f"{type(model).__name__} got no {patch.family.argument}, so it would not rotate: pass it.")
     coordinates = find_coordinates(turn, patch.planes)  # (N, A)
-    options[patch.family.argument] = carry(turn, coordinates, _noise_level(patch))
+    options[patch.family.argument] = carry_places(turn, coordinates, _noise_level(patch))
 
 
 def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], planes: Planes) -> torch.Tensor:
@@ -168,7 +153,7 @@ def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dic
     if not patch.family.rotates:
         given = options.pop(POSITIONS, lambda: None)()
     elif (turns := options.get(patch.family.argument)) is not None:
-        parts = [take_off(turn, patch.planes) for turn in patch.family.parts(turns)]
+        parts = [take_places(turn, layer, patch.planes) for turn in patch.family.parts(turns)]
         if patch.turns:
             given = turns = _turn_parts(patch, encoding, layer, parts, attention, options)
         else:

@@ -72,7 +72,7 @@ class PlainRope:
         learned = {}
         for layer, kind in enumerate(encoding.layout_of_layer):
             if kind == index and layer in encoding.place:
-                learned[layer] = encoding.scale_frequencies(layer, pretrained).float().cpu()
+                learned[layer] = (pretrained * encoding.factors(layer).cpu()).float()
             elif kind == index and encoding.config.layers is not None:
                 # Without names, all layers that rotate learn.
                 learned[layer] = pretrained

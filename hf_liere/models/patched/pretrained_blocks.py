@@ -21,6 +21,7 @@ from ..probing.rope_pairs import find_pairs
 from ..probing.state_makers import RotatedChannels, find_makers
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
+from .carrying import Turn
 from .pretrained_rope import PretrainedRope
 from .tower_patch import PRETRAINED
 
@@ -107,8 +108,15 @@ class PretrainedBlocks(PretrainedRope):
         speeds = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))  # (planes,)
         return Planes.from_pairing(speeds, planes.layout.axes_of_planes, "adjacent", planes.layout.num_axes)
 
+    def forward(
+        self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor
+    ) -> tuple[Turn, TokensRotation]:
+        """The model's own rotation becomes the identity."""
+        planes = self.layouts[self.layout_of_layer[layer]]
+        return planes.identity(own), self.compute_rotation(layer, numbers, states)
+
     def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation:
-        """R(p); tokens before those with coordinates are not rotated. The model's own rotation becomes the identity."""
+        """R(p) of (…, N, A) coordinates; tokens before those that have some are not rotated."""
         # Hidden states are (N, hidden_size), (B, N, hidden_size) or a grid of tokens, (B, …, hidden_size).
         samples = states.shape[0] if states.ndim > 2 else 1
         tokens = math.prod(states.shape[min(1, states.ndim - 2) : -1])

@@ -1,12 +1,12 @@
 """
 Rotary patches of models with RoPE: the plan, which is checked before the model is changed, and the hooks.
 
-In a forward pass, a hook on the rotary module replaces its cos and sin by the coordinates of the tokens, so whatever
-the model does with these (windows, slices of tokens) is done with the coordinates. A hook on every attention module
-computes cos and sin from them, with the frequencies of its layer. Blocks of more than one plane rotate queries and keys
-where they are made, before the model's own rotation, which then gets cos = 1 and sin = 0; cached keys are rotated. A
-rotary module inside an attention module serves that one alone, and the hook on it returns cos and sin of that layer. An
-indexer inside an attention module gets the pretrained cos and sin: no gradient could adapt its choice to others.
+In a forward pass, a hook on the rotary module lets the angles of the tokens travel with its cos and sin, as `carrying`
+describes. A hook on every attention module computes cos and sin of its layer from them. Blocks of more than one plane
+get coordinates in place of angles, and rotate queries and keys where they are made, before the model's own rotation,
+which then gets cos = 1 and sin = 0; cached keys are rotated. A rotary module inside an attention module serves that one
+alone, and the hook on it returns cos and sin of that layer. An indexer inside an attention module gets the pretrained
+cos and sin: no gradient could adapt its choice to others.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from ..probing.module_inspection import find_indexers, forward_arguments, is_rot
 from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.pose_arguments import find_attention
-from .pretrained_rope import NO_COS, PretrainedRope
+from .carrying import carry, keep_joined, take_off
+from .pretrained_rope import PretrainedRope
 from .tower_patch import PLANS, PRETRAINED, TowerPatch, TowerPlan, detach, find_rotation, thread
 
 
@@ -58,7 +59,7 @@ class RopePatch(TowerPatch[RopeTower]):
         inner = {layer: tower.inner_rope(layer) for layer in range(len(tower.attentions))}
         for name in encoding.rope_names:
             if name not in {tower.layouts[layer].rope_name for layer in inner if inner[layer]}:
-                hook = partial(replace_cos_sin, module, name)
+                hook = partial(carry_numbers, module, name)
                 self.handles.append(module.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for layer, (_, attention) in enumerate(tower.attentions):
             has_blocks, indexers = encoding.rotates_states, find_indexers(attention)
@@ -158,13 +159,12 @@ def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope)
             return
         with torch.no_grad():
             layout = encoding.layout_of_layer[layer]
-            coordinates = encoding.coordinates(layout, *probe.arguments, **probe.options)
-            planes = encoding.layouts[layout]
-            frequencies = planes.read_frequencies(tower.rope(layer)).to(coordinates.device)
-            before = probe.capture(*split_cos_sin(planes(coordinates, frequencies, coordinates.dtype)))
+            coordinates, angles = encoding.measure(layout, tower.rope(layer), *probe.arguments, **probe.options)
+            turn = encoding.layouts[layout](angles, probe.join(*probe.quarter[0]))
+            before = probe.capture(*split_cos_sin(turn))
             planned.attach(encoding)
             try:
-                after = probe.call(encoding.make_carrier(layout, coordinates.dtype, coordinates))
+                after = probe.call(carry(turn, coordinates, encoding.has_prefix))
             finally:
                 detach(tower.module)
                 thread.rotation = None
@@ -173,13 +173,16 @@ def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope)
             raise probe.make_error("pairs channels in another way")
 
 
-def replace_cos_sin(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwargs, output):
-    """Forward hook of a rotary module: returns the coordinates that it computes cos and sin of."""
+def carry_numbers(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwargs, output):
+    """Forward hook of a rotary module: lets coordinates or angles travel with what it returns."""
     layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
     encoding = tower.rotary_encoding
     layout = encoding.layout_of[rope_name, layer_type]
-    coordinates = encoding.coordinates(layout, *args, **kwargs)
-    return encoding.make_carrier(layout, split_cos_sin(output)[0].dtype, coordinates)
+    coordinates, angles = encoding.measure(layout, rope, *args, **kwargs)
+    if rope.training:
+        # In training, rotary modules may draw coordinates, and each call draws others.
+        output = encoding.layouts[layout](angles, output)
+    return carry(output, coordinates if encoding.rotates_states else angles, encoding.has_prefix)
 
 
 def prepare_layer(
@@ -188,27 +191,20 @@ def prepare_layer(
     """Among the arguments of an attention module, replaces what came from the rotary module by cos and sin."""
     if options.get("poses") is not None:
         find_attention(attention.config._attn_implementation, type(attention).forward, options["poses"])
-    carriers = [name for name in options if name.startswith("position_embeddings") and options[name] is not None]
-    thread.rotation = None
-    states = options[states_name]  # (…, prefix + N, hidden_size)
+    thread.rotation, encoding = None, tower.rotary_encoding
     # Some models do not rotate in every layer.
-    for name in carriers:
-        layout, dtype, coordinates = _read_carrier(tower, layer, options[name])
-        rope = tower.get_submodule(tower.rotary_encoding.layouts[layout].layout.rope_name)
-        computed, rotation = tower.rotary_encoding(layer, layout, dtype, coordinates, rope, states)
-        options[name] = keep_prefix(options[name], computed) if tower.rotary_encoding.has_prefix else computed
+    for name in [name for name in options if is_rotation(name) and options[name] is not None]:
+        own, numbers = take_off(options[name], f"Attention layer {layer}", *encoding.widths[layer])
+        options[name] = own
         if has_indexer:
-            planes = tower.rotary_encoding.layouts[layout]
-            thread.pretrained = planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), dtype)
-        if rotation is not None:
-            tower.rotary_patch.hook_projections(tower, layer, attention)
-            thread.rotation = rotation
-
-
-def keep_prefix(carrier, computed):
-    """The computed cos and sin, (…, N, D) each, but those that the tower itself computed for tokens before others."""
-    from_rope = carrier[0] == NO_COS
-    return tuple(torch.where(from_rope, new, given.to(new.dtype)) for new, given in zip(computed, carrier))
+            thread.pretrained = own
+        if layer in encoding.place:
+            # (…, prefix + N, hidden_size)
+            computed, rotation = encoding(layer, own, numbers, options[states_name])
+            options[name] = keep_joined(own, numbers, computed) if encoding.has_prefix else computed
+            if rotation is not None:
+                tower.rotary_patch.hook_projections(tower, layer, attention)
+                thread.rotation = rotation
 
 
 def pass_pretrained(indexer: nn.Module, args, kwargs):
@@ -220,44 +216,17 @@ def pass_pretrained(indexer: nn.Module, args, kwargs):
     return tuple(map(choose, forward_arguments(indexer), args)), {n: choose(n, value) for n, value in kwargs.items()}
 
 
-def _read_carrier(tower: nn.Module, layer: int, carrier) -> tuple[int, torch.dtype, torch.Tensor]:
-    """Layout, dtype and coordinates, from what [`replace_cos_sin`] returned."""
-    encoding = tower.rotary_encoding
-    layout = encoding.layout_of_layer[layer]
-    own = encoding.layouts[layout].layout
-    if isinstance(carrier, torch.Tensor):
-        found, dtype, coordinates = layout, carrier.dtype, carrier
-    else:
-        cos, coordinates = carrier
-        found, dtype = cos.shape[-1] - 1, cos.dtype
-        if encoding.has_prefix:
-            channels = encoding.layouts[layout].axis_channels.to(cos.device)
-            found, coordinates = layout, coordinates.index_select(-1, channels).where(cos[..., :1] == NO_COS, 0)
-    if coordinates.shape[-1] != own.num_axes or coordinates.dtype != torch.float32:
-        raise RuntimeError(
-            f"{own.rope_name} returned float32 coordinates of {own.num_axes} axes, but attention layer {layer} got "
-            f"{coordinates.dtype} of shape {tuple(coordinates.shape)}: the model computes with cos and sin before "
-            "attention, or they do not come from it; unpatch the model."
-        )
-    if found != layout and not encoding.may_differ:
-        raise RuntimeError(
-            f"Attention layer {layer} got cos and sin of another type of layers than {own.layer_type!r} of "
-            f"{own.rope_name}; unpatch the model."
-        )
-    return found, dtype, coordinates
-
-
 def rotate_inside(tower: nn.Module, layer: int, rope: nn.Module, args, kwargs, output):
     """Forward hook of a rotary module inside an attention module: returns cos and sin of that layer."""
-    encoding = tower.rotary_encoding
+    encoding, current = tower.rotary_encoding, getattr(thread, "rotation", None)
+    if layer not in encoding.place:
+        return None
     layout = encoding.layout_of_layer[layer]
-    dtype = split_cos_sin(output)[0].dtype
-    coordinates = encoding.coordinates(layout, *args, **kwargs)
-    current = getattr(thread, "rotation", None)
     if current is not None and current.layer == layer:
         # Queries and keys are rotated already.
-        return encoding.layouts[layout].identity(coordinates, dtype)
-    return encoding(layer, layout, dtype, coordinates, rope, coordinates)[0]
+        return encoding.layouts[layout].identity(output)
+    _, angles = encoding.measure(layout, rope, *args, **kwargs)
+    return encoding(layer, output, angles, angles)[0]
 
 
 def prepare_inside(tower: nn.Module, layer: int, states_name: str, attention: nn.Module, options: dict) -> None:
@@ -267,11 +236,10 @@ def prepare_inside(tower: nn.Module, layer: int, states_name: str, attention: nn
     if options.get("position_ids") is None:
         raise RuntimeError(f"Attention layer {layer} got no position_ids, by which its queries and keys are rotated.")
     layout = encoding.layout_of_layer[layer]
-    coordinates = encoding.coordinates(layout, states, options["position_ids"])
     rope = tower.get_submodule(encoding.layouts[layout].layout.rope_name)
-    _, rotation = encoding(layer, layout, states.dtype, coordinates, rope, states)
+    coordinates, _ = encoding.measure(layout, rope, states, options["position_ids"])
     tower.rotary_patch.hook_projections(tower, layer, attention)
-    thread.rotation = rotation
+    thread.rotation = encoding.compute_rotation(layer, coordinates, states)
 
 
 def rotate_states(tower: nn.Module, layer: int, name: str, module: nn.Module, args, output: torch.Tensor):

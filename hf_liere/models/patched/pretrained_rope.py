@@ -4,7 +4,7 @@ planes that rotate with the pretrained frequencies ω. `pretrained_patch` attach
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,23 +13,18 @@ from transformers import initialization as init
 from ..probing.coordinate_probe import CoordinateProbe, read_frequencies
 from ..probing.rope_layout import RopeLayout, RopeTower
 from ..rotation.rotation import LearnedRotations
+from .carrying import Turn
 from .tower_patch import PRETRAINED
 
 
-# Larger than any cos, with or without a factor.
-NO_COS = 1024.0
-# (…, N, D) cos and sin, or cos + i sin.
-PositionEmbeddings: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
-
-
 class RopePlanes(nn.Module):
-    """cos and sin of one [`RopeLayout`], from coordinates and frequencies, bit for bit as the rotary module's own."""
+    """cos and sin of one [`RopeLayout`] from angles, bit for bit as the rotary module's own."""
 
     def __init__(self, layout: RopeLayout):
         super().__init__()
         self.layout = layout
         self.channels: torch.Tensor
-        for name in ("frequencies", "axes", "channels", "axis_channels"):
+        for name in ("frequencies", "channels", "first_channels", "axis_channels"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_parameters()
 
@@ -38,8 +33,8 @@ class RopePlanes(nn.Module):
         layout, first = self.layout, self.layout.first_channels()
         device = "cpu" if self.channels.is_meta else self.channels.device
         self.frequencies = torch.tensor([layout.frequencies[channel] for channel in first], device=device)  # (planes,)
-        self.axes = torch.tensor(layout.axes_of_planes, device=device)  # (planes,)
         self.channels = torch.tensor(layout.planes, device=device)  # (D,)
+        self.first_channels = torch.tensor(first, device=device)  # (planes,)
         self.axis_channels = torch.tensor([layout.axes.index(a) for a in range(layout.num_axes)], device=device)  # (A,)
 
     def read_frequencies(self, rope: nn.Module) -> torch.Tensor:
@@ -47,28 +42,29 @@ class RopePlanes(nn.Module):
         values = read_frequencies(rope, self.layout.buffer, self.frequencies.device)
         return values.flatten().index_select(0, self.frequencies)  # (planes,)
 
-    def forward(self, coordinates: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> PositionEmbeddings:
-        """(…, N, A) coordinates and (planes,) frequencies → (…, N, D) cos and sin, or cos + i sin."""
-        axes, channels = self.axes.to(coordinates.device), self.channels.to(coordinates.device)
-        angles = coordinates.index_select(-1, axes) * frequencies  # (…, N, planes)
-        factor = self.layout.factor
-        if self.layout.is_complex:
+    def forward(self, numbers: torch.Tensor, own: Turn, factors: torch.Tensor | float = 1.0) -> Turn:
+        """
+        (…, N, planes + 1) angles, to be multiplied by `factors`, and the factor of cos and sin → (…, N, D) cos and sin,
+        or cos + i sin, of the type of `own`.
+        """
+        channels = self.channels.to(numbers.device)
+        angles, factor = numbers[..., :-1] * factors, numbers[..., -1:]
+        if isinstance(own, torch.Tensor):
             rotations = (torch.polar(torch.ones_like(angles), angles) * factor).index_select(-1, channels)  # (…, N, D)
             return rotations.mT.contiguous().mT if self.layout.is_transposed else rotations
-        cos, sin = ((x * factor).to(dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
+        cos, sin = ((x * factor).to(own[0].dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
         return cos, sin  # 2 × (…, N, D)
 
-    def identity(self, coordinates: torch.Tensor, dtype: torch.dtype) -> PositionEmbeddings:
+    def identity(self, own: Turn) -> Turn:
         """Of angles of zero: the factor alone."""
-        ones = coordinates.new_full((*coordinates.shape[:-1], len(self.channels)), self.layout.factor)  # (…, N, D)
-        if self.layout.is_complex:
-            return torch.complex(ones, torch.zeros_like(ones))
-        return ones.to(dtype), torch.zeros_like(ones, dtype=dtype)
+        if isinstance(own, torch.Tensor):
+            return torch.full_like(own, self.layout.factor)
+        return torch.full_like(own[0], self.layout.factor), torch.zeros_like(own[1])
 
 
 class PretrainedRope(LearnedRotations):
     """
-    The common base of rotations of a [`RopeTower`]: its coordinates, and pretrained cos and sin for fixed layers.
+    The common base of rotations of a [`RopeTower`]: what travels to its attention modules.
 
     Args:
         tower: The rotary module and its attention modules.
@@ -94,7 +90,11 @@ class PretrainedRope(LearnedRotations):
         self.layouts = nn.ModuleList(RopePlanes(layout) for layout in distinct)
         self.layout_of = {(each.rope_name, each.layer_type): index for index, each in enumerate(distinct)}
         self.layout_of_layer = [distinct.index(layout) for layout in tower.layouts]
-        self.may_differ, self.has_prefix = bool(tower.others), tower.has_prefix
+        # Of what travels to every attention module, D and C of [`carrying`].
+        self.widths = [
+            (len(each.planes), each.num_axes if self.rotates_states else each.num_planes + 1) for each in tower.layouts
+        ]
+        self.has_prefix = tower.has_prefix
         self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
         self.probes = nn.ModuleList(CoordinateProbe(tower.module.get_submodule(name)) for name in self.rope_names)
 
@@ -111,52 +111,29 @@ class PretrainedRope(LearnedRotations):
         self.rows = {layer: own[self.layers[place]] for layer, place in self.place.items()}
         return named
 
-    def coordinates(self, layout: int, /, *arguments, **options) -> torch.Tensor:
-        """The arguments of the rotary module → (…, N, A) coordinates of tokens, float32."""
+    def measure(self, layout: int, rope: nn.Module, /, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The arguments of a rotary module → (…, N, A) coordinates of tokens, and (…, N, planes + 1) their angles and the
+        factor of cos and sin, in float32.
+        """
         planes = self.layouts[layout]
-        coordinates = self.probes[self.rope_names.index(planes.layout.rope_name)](*arguments, **options)  # (…, N, D)
-        return coordinates.index_select(-1, planes.axis_channels.to(coordinates.device))
+        found = self.probes[self.rope_names.index(planes.layout.rope_name)](*arguments, **options)  # (…, N, D)
+        frequencies = planes.read_frequencies(rope).to(found.device)  # (planes,)
+        angles = found.index_select(-1, planes.first_channels.to(found.device)) * frequencies  # (…, N, planes)
+        coordinates = found.index_select(-1, planes.axis_channels.to(found.device))
+        return coordinates, nn.functional.pad(angles, (0, 1), value=planes.layout.factor)
 
-    def make_carrier(self, layout: int, dtype: torch.dtype, coordinates: torch.Tensor) -> PositionEmbeddings:
+    def forward(self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor) -> tuple[Turn, Any]:
         """
-        What goes to attention instead of cos and sin of this dtype: (…, N, A) coordinates for sin, and for cos as many
-        channels as tell the index of the layout; coordinates alone for cos + i sin. In towers that put other cos and
-        sin before them, both have all channels, and cos is one that no angle has.
-        """
-        planes = self.layouts[layout].layout
-        if planes.is_complex:
-            return coordinates
-        if self.has_prefix:
-            wide = coordinates[..., list(planes.axes)]  # (…, N, D)
-            return torch.full_like(wide, NO_COS, dtype=dtype), wide
-        return coordinates[..., :1].to(dtype).expand(*coordinates.shape[:-1], layout + 1), coordinates
-
-    def forward(
-        self,
-        layer: int,
-        layout: int,
-        dtype: torch.dtype,
-        coordinates: torch.Tensor,
-        rope: nn.Module,
-        states: torch.Tensor,
-    ) -> tuple[PositionEmbeddings, Any]:
-        """
-        The rotations of an attention module, the model's own where they are not learned: (…, N, D) cos and sin, and
-        what rotates queries and keys before these, or `None`.
+        For an attention module that learns, (…, N, D) cos and sin, and what rotates queries and keys before these, or
+        `None`.
 
         Args:
-            layout: The index in `layouts` of what its rotary module computes.
-            dtype: That of the model's own cos and sin.
-            coordinates: (…, N, A), float32.
-            rope: The rotary module.
+            own: The model's own cos and sin.
+            numbers: The coordinates of [`measure`] if it `rotates_states`, else the angles.
             states: (…, prefix + N, hidden_size), the input of attention.
         """
-        planes, learns = self.layouts[layout], layer in self.place
-        if learns and self.rotates_states:
-            return planes.identity(coordinates, dtype), self.compute_rotation(layer, coordinates, states)
-        frequencies = planes.read_frequencies(rope)  # (planes,)
-        frequencies = self.scale_frequencies(layer, frequencies) if learns else frequencies
-        return planes(coordinates, frequencies.to(coordinates.device), dtype), None
+        raise NotImplementedError
 
     def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
@@ -192,8 +169,11 @@ class PretrainedPlanes(PretrainedRope):
         for factors in self.parameters():
             init.zeros_(factors)
 
-    def scale_frequencies(self, layer: int, frequencies: torch.Tensor) -> torch.Tensor:
-        """The (planes,) frequencies of a layer that learns."""
+    def forward(self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor) -> tuple[Turn, None]:
+        factors = self.factors(layer).to(numbers.device)
+        return self.layouts[self.layout_of_layer[layer]](numbers, own, factors), None
+
+    def factors(self, layer: int) -> torch.Tensor:
+        """(planes,) e^δ of a layer that learns."""
         name, row = self.rows[layer]
-        row = 0 if self.config.share_layers else row
-        return frequencies * getattr(self, name)[row].to(frequencies.device).exp()
+        return getattr(self, name)[0 if self.config.share_layers else row].exp()

@@ -103,8 +103,9 @@ class Probe:
         return [(ones, zeros), (zeros, ones)]
 
     def join(self, cos: torch.Tensor, sin: torch.Tensor):
-        """What attention takes as `position_embeddings`."""
-        return torch.complex(cos, sin) if self.layout.is_complex else (cos, sin)
+        """What attention takes as `position_embeddings`, in the type of its weights."""
+        dtype = _weight_type(self.attention)
+        return torch.complex(cos, sin) if self.layout.is_complex else (cos.to(dtype), sin.to(dtype))
 
     def capture(
         self,
@@ -180,10 +181,11 @@ class Probe:
     def call_module(self, form: "Form", module: nn.Module, position_embeddings, shared: "SharedStates | None" = None):
         """What an attention module, or one around it, returns for a few tokens. Raises what it raises."""
         tokens = self.coordinates.shape[-2]
-        weight = next(module.parameters(), torch.empty(0))
-        device, dtype = device_of(module), weight.dtype if weight.is_floating_point() else torch.float32
+        device, dtype = device_of(module), _weight_type(module)
+        is_joined = isinstance(position_embeddings, torch.Tensor)
+        parts = [x.to(device) for x in ([position_embeddings] if is_joined else position_embeddings)]
         known = {
-            "position_embeddings": _move(position_embeddings, device, dtype),
+            "position_embeddings": parts[0] if is_joined else tuple(parts),
             "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),  # (2,)
             "position_ids": self.arguments[-1].to(device),  # (…, N) or (…, N, A)
             "shared_kv_states": SharedStates() if shared is None else shared,
@@ -336,12 +338,9 @@ def _like(position_embeddings, output):
     return tuple(x.to(y) for x, y in zip(position_embeddings, output))
 
 
-def _move(position_embeddings, device: torch.device, dtype: torch.dtype):
-    """The same for an attention module with weights of this dtype: sin may be coordinates, which stay float32."""
-    if isinstance(position_embeddings, torch.Tensor):
-        return position_embeddings.to(device)
-    cos, sin = position_embeddings
-    return cos.to(device, dtype), sin.to(device)  # 2 × (…, N, D)
+def _weight_type(module: nn.Module) -> torch.dtype:
+    weight = next(module.parameters(), torch.empty(0))
+    return weight.dtype if weight.is_floating_point() else torch.float32
 
 
 @dataclass(frozen=True)

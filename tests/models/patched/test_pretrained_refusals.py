@@ -194,5 +194,5 @@ class TestRefusals:
         model, _ = build("llama")
         patch(model, PLANES)
         layer = model.model.layers[0].self_attn
-        with pytest.raises(RuntimeError, match="rotary_emb returned float32 coordinates of 1 axes, but attention"):
+        with pytest.raises(RuntimeError, match="layer 0 got rotations of 16 channels in torch.float32, which do"):
             layer(torch.zeros(1, 3, 48), position_embeddings=(torch.ones(1, 3, 16), torch.zeros(1, 3, 16)))

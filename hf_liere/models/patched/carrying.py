@@ -1,0 +1,66 @@
+"""
+Numbers that travel from a rotary module to attention. They are behind the channels of cos, so whatever a model does
+with cos (windows, slices of tokens, copies for recomputation or another device) is done with them.
+"""
+
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+
+# (…, N, D) cos and sin, or cos + i sin.
+Turn: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+
+
+def carry(turn: Turn, numbers: torch.Tensor, is_joined: bool = False) -> Turn:
+    """
+    cos and sin of tokens, or cos + i sin, with (…, N, C) numbers for attention.
+
+    Args:
+        is_joined: Whether the model joins them to cos and sin of D channels, for further tokens. Numbers are then the
+            imaginary part of cos, which is 0 for these tokens.
+    """
+    if isinstance(turn, torch.Tensor):
+        return torch.cat([turn, numbers.to(turn.dtype)], dim=-1)  # (…, N, D + C)
+    cos, sin = turn
+    # sin keeps the type of the model; half types would round numbers.
+    wide = torch.promote_types(cos.dtype, torch.float32)
+    if is_joined:
+        numbers = nn.functional.pad(numbers, (0, cos.shape[-1] - numbers.shape[-1]))  # (…, N, D)
+        return torch.complex(cos.to(wide), numbers.to(wide)), sin  # 2 × (…, N, D)
+    return torch.cat([cos.to(wide), numbers.to(wide)], dim=-1), sin  # (…, N, D + C), (…, N, D)
+
+
+def take_off(carrier: Turn, receiver: str, channels: int, *counts: int) -> tuple[Turn, torch.Tensor]:
+    """
+    The inverse of [`carry`]: the (…, N, D) rotation, and (…, N, C) numbers.
+
+    Args:
+        receiver: The attention module, for messages.
+        channels: D.
+        counts: Accepted C; the first one if tokens were joined.
+
+    Raises:
+        RuntimeError: if there are no such numbers.
+    """
+    first = carrier if isinstance(carrier, torch.Tensor) else carrier[0]
+    if first.shape[-1] - channels in counts and first.dtype not in (torch.float16, torch.bfloat16):
+        turn, numbers = first.split([channels, first.shape[-1] - channels], dim=-1)
+        if isinstance(carrier, torch.Tensor):
+            return turn, numbers.real if numbers.is_complex() else numbers
+        return (turn.to(carrier[1].dtype), carrier[1]), numbers
+    if first.is_complex() and not isinstance(carrier, torch.Tensor):
+        return (first.real.to(carrier[1].dtype), carrier[1]), first.imag[..., : counts[0]]
+    raise RuntimeError(
+        f"{receiver} got rotations of {first.shape[-1]} channels in {first.dtype}, which do not come from the patched "
+        "model, or which the model computes with before attention: the positions of its tokens are unknown. Call the "
+        "model around it, or unpatch the model."
+    )
+
+
+def keep_joined(turn: Turn, numbers: torch.Tensor, computed: Turn) -> Turn:
+    """The computed rotations, but those of the tokens that the model joined, which have no numbers."""
+    is_joined = (numbers == 0).all(dim=-1, keepdim=True)  # (…, N, 1)
+    cos, sin = (torch.where(is_joined, given, new) for given, new in zip(turn, computed))
+    return cos, sin
