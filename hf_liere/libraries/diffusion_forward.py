@@ -8,6 +8,7 @@ own rotation becomes the identity.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..models.encoding.positions import TokenPositions
 from ..models.fast.dispatch import product_dtype, working_dtype
 from ..models.patched.carrying import carry, take_off
 from ..models.patched.patched_forward import place_grid
-from ..models.patched.tower_patch import find_rotation, thread
+from ..models.patched.tower_patch import AttentionPass, Pass
 from ..models.probing.module_inspection import View
 from ..models.probing.planes import Planes
 from .rotations import LearnedFrequencies, Turn, apply_turn, identity_turn
@@ -64,8 +65,15 @@ def take_places(carrier: Turn, layer: int, planes: Planes) -> tuple[Turn, torch.
     return turn, coordinates, level.flatten()[0] if level.shape[-1] else None
 
 
+@dataclass(eq=False)
+class NoiseLevel(Pass):
+    """A forward pass of a model whose schedule reads the noise level."""
+
+    level: torch.Tensor
+
+
 def record_noise_level(model: Any, options: dict) -> None:
-    """Keeps the noise level that a schedule reads, from the arguments of a model, until its rotary module is called."""
+    """Keeps the noise level that a schedule reads, from the arguments of a model."""
     patch = model.rotary_patch
     if not patch.reads_level:
         return
@@ -73,12 +81,13 @@ def record_noise_level(model: Any, options: dict) -> None:
     level = (patch.noise_level or patch.family.noise_level)(torch.as_tensor(timestep).float().flatten())  # (B,)
     if not torch.compiler.is_compiling() and (level != level[0]).any():
         raise RuntimeError(f"The samples have different noise levels, {level.tolist()}; a schedule needs one.")
-    thread.noise_level = level[0]
+    NoiseLevel(model, level[0]).begin()
 
 
 def _noise_level(patch: Any) -> torch.Tensor | None:
     """That of the forward pass, if a schedule asks for it."""
-    return thread.noise_level if patch.reads_level else None
+    current = NoiseLevel.current()
+    return current.level if patch.reads_level and current is not None else None
 
 
 def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -148,7 +157,7 @@ def drop_positions(attention: nn.Module, options: dict) -> None:
 def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dict) -> None:
     """Replaces what travelled among the arguments of an attention module by the rotation of its layer."""
     patch, encoding = tower.rotary_patch, tower.rotary_encoding
-    thread.rotation, rotates = None, patch.rotates_states(encoding, layer)
+    rotates = patch.rotates_states(encoding, layer)
     given: Any = None
     if not patch.family.rotates:
         given = options.pop(POSITIONS, lambda: None)()
@@ -164,7 +173,7 @@ def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dic
         options[patch.family.argument] = tuple(turns) if patch.family.text == "separate" else turns[0]
     if rotates:
         patch.hook_outputs(tower, layer, attention)
-        thread.rotation = AttentionPass(tower, layer, given, options, patch.streams(attention))
+        DiffusionPass(attention, layer, tower, given, options, patch.streams(attention)).begin()
 
 
 def _turn_parts(
@@ -186,7 +195,7 @@ def _turn_parts(
     return [encoding(layer, turn, places, patch.schedule, size, level) for turn, places, level in parts]
 
 
-class AttentionPass:
+class DiffusionPass(AttentionPass):
     """
     One call of an attention module whose queries and keys are rotated where they are normalised.
 
@@ -199,13 +208,16 @@ class AttentionPass:
         pending: The (stream, part) that are not rotated yet.
     """
 
-    def __init__(self, tower: Any, layer: int, given: Any, options: dict, streams: tuple[str, ...]):
+    def __init__(
+        self, attention: nn.Module, layer: int, tower: Any, given: Any, options: dict, streams: tuple[str, ...]
+    ):
+        super().__init__(attention, layer)
         if options.get("ip_hidden_states") is not None:
             raise RuntimeError(
                 "The queries of an IP-Adapter are those before the rotation, which this patch replaces: unpatch the "
                 "model, or patch it with position_encoding='rope_mixed'."
             )
-        self.tower, self.layer, self.given = tower, layer, given
+        self.tower, self.given = tower, given
         self.dtype, self.device = product_dtype(options["hidden_states"]), options["hidden_states"].device
         self.pending = {(stream, part) for stream in streams for part in STATE_MODULES[stream]}
         self.rotations: dict[str, Any] = {}
@@ -250,13 +262,13 @@ def rotate_states(
     layer: int, stream: str, part: str, module: nn.Module, args: tuple, output: torch.Tensor
 ) -> torch.Tensor:
     """Forward hook of the module that makes the queries or keys of a stream."""
-    rotated: torch.Tensor = find_rotation(layer, module).rotate(stream, part, output)
+    rotated: torch.Tensor = DiffusionPass.find(layer, module).rotate(stream, part, output)
     return rotated
 
 
 def finish_attention(attention: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of an attention module whose queries and keys are rotated, also called when it fails."""
-    current, thread.rotation = getattr(thread, "rotation", None), None
+    current = DiffusionPass.end(attention)
     if output is not None and current is not None and current.pending:
         raise RuntimeError(
             f"{type(attention).__name__} of layer {current.layer} made {sorted(current.pending)} in another way than "

@@ -14,6 +14,7 @@ from ..models.probing.planes import Planes
 from .diffusion_forward import (
     STATE_MODULES,
     CarryingRope,
+    NoiseLevel,
     carry_argument,
     carry_coordinates,
     carry_positions,
@@ -62,6 +63,7 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
         module, family = tower.module, self.family
         module.register_to_config(**{CONFIG_FIELD: self.config.to_dict()})
         self.hook_arguments(module, record_noise_level)
+        self.handles.append(module.register_forward_hook(NoiseLevel.finish, always_call=True))
         rope = getattr(module, family.rope) if family.rope else None
         if rope is None:
             self.hook_arguments(module, carry_argument if family.rotates else carry_positions)

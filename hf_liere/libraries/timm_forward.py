@@ -20,7 +20,7 @@ from ..models.encoding.encoding_traits import rotated_prefix
 from ..models.encoding.positions import TokenPositions
 from ..models.fast.dispatch import product_dtype
 from ..models.patched.patched_forward import place_grid, place_samples
-from ..models.patched.tower_patch import thread
+from ..models.patched.tower_patch import Pass
 from ..models.rotation.rotation import TokenRotation
 from .timm_rope import place_patches
 
@@ -29,9 +29,9 @@ from .timm_rope import place_patches
 BASE = 256
 
 
-class ImagePass:
+class ImagePass(Pass):
     """
-    One forward pass; it belongs to its thread, and to blocks that are recomputed.
+    One forward pass of a model; one through its other methods than `forward` is known until the next one.
 
     Attributes:
         shapes: (B, 2) patches per axis of every sample; `grid` where all samples have the same.
@@ -42,11 +42,16 @@ class ImagePass:
     """
 
     def __init__(self, tower: nn.Module, grid: tuple[int, ...] | None, shapes: torch.Tensor | None, length: int):
-        self.tower = weakref.ref(tower)
+        # It may outlive the model.
+        super().__init__(weakref.ref(tower))
         self.grid, self.shapes, self.length = grid, shapes, length
         self.kept: torch.Tensor | None = None
         self.coordinates: torch.Tensor | None = None
         self.rotations: Sequence[TokenRotation] = ()
+
+    def begin(self) -> None:
+        self.end()
+        super().begin()
 
     def place(self, tower: Any, tokens: torch.Tensor) -> None:
         """Find the positions of (B, prefix + patches, C) tokens, outside of checkpointed blocks."""
@@ -84,7 +89,7 @@ class ImagePass:
 def begin_image(tower: nn.Module, embedding: Any, args: tuple, output: torch.Tensor) -> None:
     """Forward hook of a patch embedding."""
     grid = output.shape[1:3] if output.ndim == 4 else embedding.dynamic_feat_size(args[0].shape[-2:])
-    thread.image_pass = ImagePass(tower, tuple(grid), None, grid[0] * grid[1])
+    ImagePass(tower, tuple(grid), None, grid[0] * grid[1]).begin()
 
 
 def begin_batch(tower: Any, embedding: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
@@ -93,7 +98,7 @@ def begin_batch(tower: Any, embedding: nn.Module, args: tuple, kwargs: dict, out
     places = kwargs.get("patch_coord")  # (B, N, 2)
     shapes = None if places is None else places.amax(dim=1) + 1
     length = tokens.shape[1] - tower.num_prefix_tokens
-    thread.image_pass = ImagePass(tower, tuple(grid) if shapes is None else None, shapes, length)
+    ImagePass(tower, tuple(grid) if shapes is None else None, shapes, length).begin()
 
 
 def record_kept(tower: nn.Module, module: nn.Module, args: tuple, output: tuple) -> None:
@@ -126,14 +131,14 @@ def place_tokens(tower: nn.Module, norm: nn.Module, args: tuple, output: torch.T
 
 
 def end_pass(tower: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of a model; a pass through its other methods is known until the next one."""
-    thread.image_pass = None
+    """Forward hook of a model, also called when it fails."""
+    ImagePass.end()
 
 
 def find_pass(tower: nn.Module) -> ImagePass:
     """The pass of a model that runs in this thread. Raises `RuntimeError` if none does."""
-    current = getattr(thread, "image_pass", None)
-    if current is None or current.tower() is not tower:
+    current = ImagePass.current()
+    if current is None or current.module() is not tower:
         raise RuntimeError(
             f"A part of {type(tower).__name__} ran outside of it, so the positions of its tokens are unknown. Call the "
             "model, or unpatch it."
@@ -170,15 +175,6 @@ def rotate_states(tower: Any, layer: int, norm: nn.Module, args: tuple, output: 
     return rotated
 
 
-def call_in_pass(current: ImagePass, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A part of a model that is recomputed in the backward pass, with the positions of its forward pass."""
-    outer, thread.image_pass = getattr(thread, "image_pass", None), current
-    try:
-        return function(*args, **kwargs)
-    finally:
-        thread.image_pass = outer
-
-
 def keep_passes(model: nn.Module) -> None:
     """
     Let timm's `checkpoint` and `checkpoint_seq`, where the methods of a model look them up, recompute blocks with the
@@ -196,11 +192,11 @@ def _keep_pass(original: Callable) -> Callable:
     @wraps(original)
     def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
         # A graph recomputes its operations, and calls no hook again.
-        current = None if torch.compiler.is_compiling() else getattr(thread, "image_pass", None)
+        current = None if torch.compiler.is_compiling() else ImagePass.current()
         if current is not None and isinstance(function, nn.Sequential):
-            function = [partial(call_in_pass, current, part) for part in function]
+            function = [partial(current.resume, part) for part in function]
         elif current is not None:
-            function = partial(call_in_pass, current, function)
+            function = partial(current.resume, function)
         return original(function, *args, **kwargs)
 
     return checkpoint

@@ -15,11 +15,8 @@ Turn: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 
 def carry(turn: Turn, numbers: torch.Tensor, is_joined: bool = False) -> Turn:
     """
-    cos and sin of tokens, or cos + i sin, with (…, N, C) numbers for attention.
-
-    Args:
-        is_joined: Whether the model joins them to cos and sin of D channels, for further tokens. Numbers are then the
-            imaginary part of cos, which is 0 for these tokens.
+    cos and sin of tokens, or cos + i sin, with (…, N, C) numbers for attention. Where the model joins them to cos and
+    sin of further tokens (`is_joined`), the numbers are the imaginary part of cos, which is 0 for these.
     """
     if isinstance(turn, torch.Tensor):
         return torch.cat([turn, numbers.to(turn.dtype)], dim=-1)  # (…, N, D + C)
@@ -34,29 +31,23 @@ def carry(turn: Turn, numbers: torch.Tensor, is_joined: bool = False) -> Turn:
 
 def take_off(carrier: Turn, receiver: str, channels: int, *counts: int) -> tuple[Turn, torch.Tensor]:
     """
-    The inverse of [`carry`]: the (…, N, D) rotation, and (…, N, C) numbers.
-
-    Args:
-        receiver: The attention module, for messages.
-        channels: D.
-        counts: Accepted C; the first one if tokens were joined.
-
-    Raises:
-        RuntimeError: if there are no such numbers.
+    The inverse of [`carry`] for D channels and C among `counts`, the first one if tokens were joined: the rotation, and
+    the numbers. Raises `RuntimeError` if the `receiver` got none.
     """
     first = carrier if isinstance(carrier, torch.Tensor) else carrier[0]
-    if first.shape[-1] - channels in counts and first.dtype not in (torch.float16, torch.bfloat16):
-        turn, numbers = first.split([channels, first.shape[-1] - channels], dim=-1)
-        if isinstance(carrier, torch.Tensor):
-            return turn, numbers.real if numbers.is_complex() else numbers
-        return (turn.to(carrier[1].dtype), carrier[1]), numbers
-    if first.is_complex() and not isinstance(carrier, torch.Tensor):
-        return (first.real.to(carrier[1].dtype), carrier[1]), first.imag[..., : counts[0]]
-    raise RuntimeError(
-        f"{receiver} got rotations of {first.shape[-1]} channels in {first.dtype}, which do not come from the patched "
-        "model, or which the model computes with before attention: the positions of its tokens are unknown. Call the "
-        "model around it, or unpatch the model."
-    )
+    count = first.shape[-1] - channels
+    if first.is_complex() and first is not carrier:
+        turn, numbers = first.real, first.imag[..., : counts[0]]
+    elif count in counts and first.dtype not in (torch.float16, torch.bfloat16):
+        turn, numbers = first.split([channels, count], dim=-1)
+    else:
+        raise RuntimeError(
+            f"{receiver} got rotations of {first.shape[-1]} channels in {first.dtype}, which do not come from the "
+            "patched model, or which the model computes with before attention: the positions of its tokens are "
+            "unknown. Call the model around it, or unpatch the model."
+        )
+    numbers = numbers.real if numbers.is_complex() else numbers
+    return turn if first is carrier else (turn.to(carrier[1].dtype), carrier[1]), numbers
 
 
 def keep_joined(turn: Turn, numbers: torch.Tensor, computed: Turn) -> Turn:

@@ -4,12 +4,13 @@ The forward pass of a patched vision tower.
 - Attention modules keep their class and weights. A registered attention function rotates query and key, then calls the
   implementation that the model was configured with. A view of the configuration, which only the attention modules
   see, selects it, so masks, `set_attn_implementation` and `output_attentions` work as before.
-- The rotations of a forward pass are stored on a stack that belongs to the thread, never on a module.
+- The rotations of a forward pass belong to a `Pass`, never to a module.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ from ..fast.dispatch import product_dtype, working_dtype
 from ..probing.module_inspection import View, takes
 from ..rotation.grouped_rotation import Rotation
 from ..transformer.pose_arguments import find_attention
-from .tower_patch import thread
+from .tower_patch import Pass
 from .vision_towers import position_table, trained_size
 
 
@@ -31,7 +32,8 @@ from .vision_towers import position_table, trained_size
 ROTARY_ATTENTION = f"rotary:{__name__}"
 
 
-class ForwardPass:
+@dataclass(eq=False)
+class ForwardPass(Pass):
     """
     One forward pass of one tower.
 
@@ -41,16 +43,9 @@ class ForwardPass:
         rotated: Indices of the layers that have applied theirs.
     """
 
-    def __init__(self, tower: nn.Module):
-        self.tower = tower
-        self.grid: tuple[int, ...] = ()
-        self.rotations: Sequence[Rotation] = ()
-        self.rotated: list[int] = []
-
-
-def _get_passes() -> tuple[ForwardPass, ...]:
-    """The passes that run in this thread, the innermost last."""
-    return getattr(thread, "passes", ())
+    grid: tuple[int, ...] = ()
+    rotations: Sequence[Rotation] = ()
+    rotated: list[int] = field(default_factory=list)
 
 
 def rotary_attention_forward(
@@ -70,19 +65,19 @@ def rotary_attention_forward(
     Raises:
         RuntimeError: if the patched model is not being run, or its tokens are not those that were embedded.
     """
-    config, passes = module.config, _get_passes()
-    if not passes or not passes[-1].rotations:
+    config, current = module.config, ForwardPass.current()
+    if current is None or not current.rotations:
         raise RuntimeError(
             "A rotated attention module ran outside the forward pass of its vision tower, so the positions of its "
             "tokens are unknown. Call the vision tower (or a model around it), or unpatch the model."
         )
-    rotation = passes[-1].rotations[config.layer].to(query.device)  # matrices for (1 or B, 1 or H, N)
+    rotation = current.rotations[config.layer].to(query.device)  # matrices for (1 or B, 1 or H, N)
     if rotation.num_tokens() != query.shape[2]:
         raise RuntimeError(
             f"Attention sees {query.shape[2]} tokens, but {rotation.num_tokens()} were embedded: models that merge or "
             "window tokens cannot be patched."
         )
-    passes[-1].rotated.append(config.layer)
+    current.rotated.append(config.layer)
     # The projections are not in the eigenbasis, because the weights of the model are never changed.
     rotated = rotation.rotate(rotation.change_basis(query), rotation.change_basis(key))  # 2 × (B, H, N, D)
     query, key = _match_strides(rotated[0], query), _match_strides(rotated[1], key)
@@ -111,21 +106,18 @@ class CheckpointingInPass:
         self.function = function
 
     def __call__(self, layer, *args, **kwargs):
-        forward_pass = _get_passes()[-1]
+        current = ForwardPass.current()
+        if current is None:
+            return self.function(layer, *args, **kwargs)
 
         def layer_in_pass(*inputs, **named_inputs):
-            outer, tensors = _get_passes(), iter(inputs[len(args) :])
-            again = ForwardPass(forward_pass.tower)
-            again.rotations = [type(each)(*(next(tensors) for _ in each)) for each in forward_pass.rotations]
-            again.rotated = forward_pass.rotated
-            thread.passes = (*outer, again)
-            try:
-                return layer(*inputs[: len(args)], **named_inputs)
-            finally:
-                thread.passes = outer
+            tensors = iter(inputs[len(args) :])
+            rotations = [type(each)(*(next(tensors) for _ in each)) for each in current.rotations]
+            again = ForwardPass(current.module, rotations=rotations, rotated=current.rotated)
+            return again.resume(layer, *inputs[: len(args)], **named_inputs)
 
         # Reentrant checkpointing differentiates with respect to inputs only, so tensors of rotations are inputs.
-        tensors = (tensor for rotation in forward_pass.rotations for tensor in rotation)
+        tensors = (tensor for rotation in current.rotations for tensor in rotation)
         return self.function(layer_in_pass, *args, *tensors, **kwargs)
 
 
@@ -135,17 +127,14 @@ def begin_pass(tower: nn.Module, args) -> None:
             checkpointing = getattr(module, "_gradient_checkpointing_func", None)
             if checkpointing is not None and not isinstance(checkpointing, CheckpointingInPass):
                 module._gradient_checkpointing_func = CheckpointingInPass(checkpointing)
-    thread.passes = (*_get_passes(), ForwardPass(tower))
+    ForwardPass(tower).begin()
 
 
 def end_pass(tower: nn.Module, args, output) -> None:
-    passes = _get_passes()
-    if not passes or passes[-1].tower is not tower:
+    ended = ForwardPass.end(tower)
+    if ended is None or output is None:
         return
-    thread.passes = passes[:-1]
-    if output is None:
-        return
-    missing = set(range(len(tower.rotary_patch.attention_names))) - set(passes[-1].rotated)
+    missing = set(range(len(tower.rotary_patch.attention_names))) - set(ended.rotated)
     if missing:
         names = [tower.rotary_patch.attention_names[layer] for layer in sorted(missing)]
         raise RuntimeError(
@@ -159,14 +148,14 @@ def accept_any_size(embeddings: nn.Module, args, kwargs):
     Make the embeddings interpolate their position table, unless the input has the trained size and the configuration
     keeps the table as it is.
     """
-    passes = _get_passes()
-    if not passes or not takes(embeddings, "interpolate_pos_encoding"):
+    current = ForwardPass.current()
+    if current is None or not takes(embeddings, "interpolate_pos_encoding"):
         return None
     pixels = args[0] if args else kwargs["pixel_values"]  # (B, C, height, width) or (B, T, C, height, width)
-    config = passes[-1].tower.config
+    config = current.module.config
     trained = trained_size(config)
     is_trained_size = tuple(pixels.shape[-2:]) == trained and (pixels.ndim < 5 or pixels.shape[1] == config.num_frames)
-    if is_trained_size and passes[-1].tower.rotary_patch.config.keep_absolute == "interpolate":
+    if is_trained_size and current.module.rotary_patch.config.keep_absolute == "interpolate":
         return None
     return args, {**kwargs, "interpolate_pos_encoding": True}
 
@@ -176,11 +165,11 @@ def record_grid(patch_embedding: nn.Module, args, output: torch.Tensor) -> torch
     Record the grid of the embedded patches, (B, hidden_size, *grid), and add the entries of a fixed table, which the
     model cannot resize itself.
     """
-    passes = _get_passes()
-    if not passes:
+    current = ForwardPass.current()
+    if current is None:
         return None
-    passes[-1].grid = grid = tuple(output.shape[2:])
-    rotary_patch = passes[-1].tower.rotary_patch
+    current.grid = grid = tuple(output.shape[2:])
+    rotary_patch = current.module.rotary_patch
     if rotary_patch.fixed_table is None:
         return None
     table = _read_entries(rotary_patch, rotary_patch.fixed_table.squeeze(0).to(output), grid, None)  # (N, hidden_size)
@@ -190,10 +179,10 @@ def record_grid(patch_embedding: nn.Module, args, output: torch.Tensor) -> torch
 def interpolate_table(embeddings: nn.Module, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """(1, prefix + N, hidden_size) table for the current grid; replaces `interpolate_pos_encoding` of a module."""
     interpolate = partial(type(embeddings).interpolate_pos_encoding, embeddings, tokens, height, width)
-    passes = _get_passes()
-    if not passes:
+    current = ForwardPass.current()
+    if current is None:
         return interpolate()
-    rotary_patch, grid = passes[-1].tower.rotary_patch, passes[-1].grid
+    rotary_patch, grid = current.module.rotary_patch, current.grid
     table, num_trained = _load_table(embeddings, tokens.device), math.prod(rotary_patch.train_grid)
     prefix, trained = table.split([len(table) - num_trained, num_trained])  # 2 × (entries, hidden_size)
     patches = _read_entries(
@@ -216,10 +205,10 @@ def resize_tables(
 ) -> torch.Tensor:
     """(B, max_length, hidden_size) tables, one grid per sample; replaces `resize_positional_embeddings` of a module."""
     tables = type(embeddings).resize_positional_embeddings(table, spatial_shapes, max_length)
-    passes = _get_passes()
-    if not passes:
+    current = ForwardPass.current()
+    if current is None:
         return tables
-    rotary_patch, trained = passes[-1].tower.rotary_patch, table.flatten(0, 1)  # (entries, hidden_size)
+    rotary_patch, trained = current.module.rotary_patch, table.flatten(0, 1)  # (entries, hidden_size)
     samples = []
     for sample, grid in zip(tables, map(tuple, spatial_shapes.tolist())):
         length = math.prod(grid)
@@ -263,15 +252,15 @@ def _read_entries(
 
 def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
     """Compute the rotations of all layers once per forward pass, outside of checkpointed layers."""
-    passes = _get_passes()
-    if not passes:
+    current = ForwardPass.current()
+    if current is None:
         return
-    tower = passes[-1].tower
+    tower = current.module
     tokens = output[0] if isinstance(output, tuple) else output  # (B, prefix + patches, hidden_size)
     device = [*tower.rotary_encoding.parameters(), tokens][0].device
     # Offloaded generators are moved to the device of the tokens.
     device = tokens.device if device.type == "meta" else device
-    rotary_patch, grid, patches = tower.rotary_patch, passes[-1].grid, None
+    rotary_patch, grid, patches = tower.rotary_patch, current.grid, None
     if rotary_patch.is_flexible:
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[1]
         patches = place_samples(tower, shapes, tokens.shape[1], device)  # (B, length, 2)
@@ -291,7 +280,7 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
     else:
         positions = TokenPositions.from_coordinates(patches, prefix_length, centre)
     # One rotation per layer, with matrices for (1 or B, 1 or H, prefix + patches).
-    passes[-1].rotations = list(tower.rotary_encoding(positions, product_dtype(tokens)))
+    current.rotations = list(tower.rotary_encoding(positions, product_dtype(tokens)))
 
 
 def _find_visible(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:

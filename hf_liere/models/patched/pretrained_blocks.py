@@ -30,7 +30,6 @@ from .tower_patch import PRETRAINED
 class TokensRotation:
     """The rotation of the queries and keys of an attention module, and their numbers of samples and tokens."""
 
-    layer: int
     rotation: TokenRotation
     samples: int
     tokens: int
@@ -129,9 +128,9 @@ class PretrainedBlocks(PretrainedRope):
         # (…, prefix + N, A)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
         rotations = rotary.encoding(positions, product_dtype(states), row)
-        return TokensRotation(layer, next(iter(rotations)), samples, tokens, {})
+        return TokensRotation(next(iter(rotations)), samples, tokens, {})
 
-    def rotate(self, rotation: TokensRotation, channels_index: int, states: torch.Tensor) -> torch.Tensor:
+    def rotate(self, rotation: TokensRotation, layer: int, channels_index: int, states: torch.Tensor) -> torch.Tensor:
         """R(p) applied to the queries and keys in what a module inside an attention module returns."""
         channels = self.channels[channels_index]
         taken, others = channels.take(states, rotation.samples, rotation.tokens)  # (B, H, N, rotated channels) each
@@ -139,6 +138,6 @@ class PretrainedBlocks(PretrainedRope):
         if len(taken) == 2 and taken[0].shape == taken[1].shape:
             rotated = rotate_pair(moved, *taken)
         else:
-            key_heads = self.get_submodule(self.rows[rotation.layer][0]).num_key_value_heads
+            key_heads = self.get_submodule(self.rows[layer][0]).num_key_value_heads
             rotated = [rotate_one(moved, x, key_heads) for x in taken]
         return channels.put(list(rotated), others, states)

@@ -11,6 +11,7 @@ cos and sin: no gradient could adapt its choice to others.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +23,9 @@ from ..probing.module_inspection import find_indexers, forward_arguments, is_rot
 from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.pose_arguments import find_attention
-from .carrying import carry, keep_joined, take_off
+from .carrying import Turn, carry, keep_joined, take_off
 from .pretrained_rope import PretrainedRope
-from .tower_patch import PLANS, PRETRAINED, TowerPatch, TowerPlan, detach, find_rotation, thread
+from .tower_patch import PLANS, PRETRAINED, AttentionPass, TowerPatch, TowerPlan, detach
 
 
 @dataclass
@@ -62,20 +63,23 @@ class RopePatch(TowerPatch[RopeTower]):
                 hook = partial(carry_numbers, module, name)
                 self.handles.append(module.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for layer, (_, attention) in enumerate(tower.attentions):
-            has_blocks, indexers = encoding.rotates_states, find_indexers(attention)
+            rotates_states = encoding.rotates_states and layer in encoding.place
+            indexers = find_indexers(attention)
             if inner[layer]:
                 hook = partial(rotate_inside, module, layer)
                 self.handles.append(tower.rope(layer).register_forward_hook(hook, with_kwargs=True))
-            if not inner[layer] or (has_blocks and layer in encoding.place):
+            if not inner[layer] or rotates_states:
                 prepare = prepare_inside if inner[layer] else partial(prepare_layer, bool(indexers))
                 self.hook_arguments(
                     attention, partial(prepare, module, layer, next(iter(forward_arguments(attention))))
                 )
             for indexer in indexers:
-                self.handles.append(indexer.register_forward_pre_hook(pass_pretrained, with_kwargs=True))
-            if layer in encoding.place and has_blocks:
+                hook = partial(pass_pretrained, layer)
+                self.handles.append(indexer.register_forward_pre_hook(hook, with_kwargs=True))
+            if rotates_states:
                 self.hook_projections(module, layer, attention)
-                self.handles.append(attention.register_forward_hook(clear_rotation, always_call=True))
+            if rotates_states or indexers:
+                self.handles.append(attention.register_forward_hook(RopePass.finish, always_call=True))
 
     def hook_projections(self, module: nn.Module, layer: int, attention: nn.Module) -> None:
         """Rotate the outputs of the current projections: adapters such as LoRA put other modules around them."""
@@ -167,7 +171,6 @@ def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope)
                 after = probe.call(carry(turn, coordinates, encoding.has_prefix))
             finally:
                 detach(tower.module)
-                thread.rotation = None
         # Less than the angle of any wrong pair, and more than the rounding of half types.
         if any((x - y).abs().max() > 0.05 * x.abs().max() for x, y in zip(before, after)):
             raise probe.make_error("pairs channels in another way")
@@ -185,44 +188,51 @@ def carry_numbers(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwarg
     return carry(output, coordinates if encoding.rotates_states else angles, encoding.has_prefix)
 
 
+@dataclass(eq=False)
+class RopePass(AttentionPass):
+    """One call of an attention module, with the model's own cos and sin, and what rotates queries and keys."""
+
+    own: Turn | None
+    rotation: Any
+
+
 def prepare_layer(
     has_indexer: bool, tower: nn.Module, layer: int, states_name: str, attention: nn.Module, options: dict
 ) -> None:
     """Among the arguments of an attention module, replaces what came from the rotary module by cos and sin."""
     if options.get("poses") is not None:
         find_attention(attention.config._attn_implementation, type(attention).forward, options["poses"])
-    thread.rotation, encoding = None, tower.rotary_encoding
+    encoding = tower.rotary_encoding
     # Some models do not rotate in every layer.
     for name in [name for name in options if is_rotation(name) and options[name] is not None]:
         own, numbers = take_off(options[name], f"Attention layer {layer}", *encoding.widths[layer])
-        options[name] = own
-        if has_indexer:
-            thread.pretrained = own
+        options[name], rotation = own, None
         if layer in encoding.place:
             # (…, prefix + N, hidden_size)
-            computed, rotation = encoding(layer, own, numbers, options[states_name])
-            options[name] = keep_joined(own, numbers, computed) if encoding.has_prefix else computed
-            if rotation is not None:
-                tower.rotary_patch.hook_projections(tower, layer, attention)
-                thread.rotation = rotation
+            turn, rotation = encoding(layer, own, numbers, options[states_name])
+            options[name] = keep_joined(own, numbers, turn) if encoding.has_prefix else turn
+        if rotation is not None:
+            tower.rotary_patch.hook_projections(tower, layer, attention)
+        if rotation is not None or has_indexer:
+            RopePass(attention, layer, own, rotation).begin()
 
 
-def pass_pretrained(indexer: nn.Module, args, kwargs):
+def pass_pretrained(layer: int, indexer: nn.Module, args, kwargs):
     """Forward pre-hook of an indexer: passes the cos and sin that the model has without learned rotations."""
 
     def choose(name, value):
-        return thread.pretrained if is_rotation(name) and value is not None else value
+        return RopePass.find(layer, indexer).own if is_rotation(name) and value is not None else value
 
     return tuple(map(choose, forward_arguments(indexer), args)), {n: choose(n, value) for n, value in kwargs.items()}
 
 
 def rotate_inside(tower: nn.Module, layer: int, rope: nn.Module, args, kwargs, output):
     """Forward hook of a rotary module inside an attention module: returns cos and sin of that layer."""
-    encoding, current = tower.rotary_encoding, getattr(thread, "rotation", None)
+    encoding = tower.rotary_encoding
+    layout = encoding.layout_of_layer[layer]
     if layer not in encoding.place:
         return None
-    layout = encoding.layout_of_layer[layer]
-    if current is not None and current.layer == layer:
+    if encoding.rotates_states:
         # Queries and keys are rotated already.
         return encoding.layouts[layout].identity(output)
     _, angles = encoding.measure(layout, rope, *args, **kwargs)
@@ -232,26 +242,21 @@ def rotate_inside(tower: nn.Module, layer: int, rope: nn.Module, args, kwargs, o
 def prepare_inside(tower: nn.Module, layer: int, states_name: str, attention: nn.Module, options: dict) -> None:
     """Reads the arguments of an attention module with a rotary module inside, whose queries and keys are rotated."""
     encoding, states = tower.rotary_encoding, options[states_name]
-    thread.rotation = None
     if options.get("position_ids") is None:
         raise RuntimeError(f"Attention layer {layer} got no position_ids, by which its queries and keys are rotated.")
     layout = encoding.layout_of_layer[layer]
     rope = tower.get_submodule(encoding.layouts[layout].layout.rope_name)
     coordinates, _ = encoding.measure(layout, rope, states, options["position_ids"])
     tower.rotary_patch.hook_projections(tower, layer, attention)
-    thread.rotation = encoding.compute_rotation(layer, coordinates, states)
+    RopePass(attention, layer, None, encoding.compute_rotation(layer, coordinates, states)).begin()
 
 
 def rotate_states(tower: nn.Module, layer: int, name: str, module: nn.Module, args, output: torch.Tensor):
     """Forward hook of the module of this name, which makes the queries or keys of an attention module, or both."""
-    rotation = find_rotation(layer, module)
+    rotation = RopePass.find(layer, module).rotation
     indices, call = tower.rotary_encoding.makers[layer][name], None
     if None not in indices:
         call = rotation.calls.setdefault(name, 0)
         rotation.calls[name] += 1
     # One of its other calls may make something else.
-    return tower.rotary_encoding.rotate(rotation, indices[call], output) if call in indices else None
-
-
-def clear_rotation(attention: nn.Module, args, output) -> None:
-    thread.rotation = None
+    return tower.rotary_encoding.rotate(rotation, layer, indices[call], output) if call in indices else None

@@ -16,23 +16,74 @@ from ..probing.module_inspection import device_of, forward_arguments, projection
 from ..saved_code import Parts
 
 
-# The state of a running forward pass belongs to its thread, never to a module.
-thread = threading.local()
 # What plans the patches of a kind of towers: (model, RotaryPatchConfig) → plans.
 PLANS = Parts("the patch of")
 # Rotations that start at those of a pretrained RoPE, as `EncodingTraits.pretrained` names them.
 PRETRAINED = Parts("the learned")
+# Whole graphs cannot change a `ContextVar`, nor read what a class derived from this one has as a default.
+_running = threading.local()
+AnyPass = TypeVar("AnyPass", bound="Pass")
 
 
-def find_rotation(layer: int, module: nn.Module) -> Any:
-    """What the attention module of this index left for the modules inside. Raises `RuntimeError` outside of it."""
-    current = getattr(thread, "rotation", None)
-    if current is None or current.layer != layer:
-        raise RuntimeError(
-            f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
-            "of its tokens are unknown. Call the model around it, or unpatch the model."
-        )
-    return current
+def _get_passes() -> tuple["Pass", ...]:
+    """Those that run in this thread, the innermost last."""
+    return getattr(_running, "passes", ())
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass of a module, from `begin` to `end`."""
+
+    module: Any
+
+    @classmethod
+    def current(cls: type[AnyPass]) -> AnyPass | None:
+        """The innermost pass of this class."""
+        return next((each for each in reversed(_get_passes()) if isinstance(each, cls)), None)
+
+    def begin(self) -> None:
+        _running.passes = (*_get_passes(), self)
+
+    @classmethod
+    def end(cls: type[AnyPass], module: nn.Module | None = None) -> AnyPass | None:
+        """End the current pass, if it is that of a given module, and return it."""
+        current = cls.current()
+        if current is None or module not in (None, current.module):
+            return None
+        _running.passes = tuple(each for each in _get_passes() if each is not current)
+        return current
+
+    @classmethod
+    def finish(cls, module: nn.Module, args: tuple, output: Any) -> None:
+        """The same as a forward hook, which is also called when the module fails."""
+        cls.end(module)
+
+    def resume(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call a part of the module again, in the thread that runs backward."""
+        outer = _get_passes()
+        _running.passes = (*outer, self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _running.passes = outer
+
+
+@dataclass(eq=False)
+class AttentionPass(Pass):
+    """That of the attention module with the index `layer` in its tower."""
+
+    layer: int
+
+    @classmethod
+    def find(cls: type[AnyPass], layer: int, inner: nn.Module) -> AnyPass:
+        """The pass around a module inside attention. Raises `RuntimeError` if there is none."""
+        current: Any = cls.current()
+        if current is None or current.layer != layer:
+            raise RuntimeError(
+                f"{type(inner).__name__} of attention layer {layer} ran outside its attention module, so the "
+                "positions of its tokens are unknown. Call the model around it, or unpatch the model."
+            )
+        return current
 
 
 def change_by_name(change: Callable, names: tuple[str, ...], module: nn.Module, args, kwargs):
