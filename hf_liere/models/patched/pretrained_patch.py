@@ -182,7 +182,12 @@ def carry_numbers(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwarg
     encoding = tower.rotary_encoding
     layout = encoding.layout_of[rope_name, layer_type]
     coordinates, angles = encoding.measure(layout, rope, *args, **kwargs)
-    if rope.training:
+    if not encoding.reads_own:
+        # Compiled graphs leave out what computes cos.
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        blank = first.new_zeros(1).expand_as(first)
+        output = blank if first is output else (blank, output[1])
+    elif rope.training:
         # In training, rotary modules may draw coordinates, and each call draws others.
         output = encoding.layouts[layout](angles, output)
     return carry(output, coordinates if encoding.rotates_states else angles, encoding.has_prefix)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..probing.coordinate_probe import CoordinateProbe, read_frequencies
+from ..probing.module_inspection import find_indexers
 from ..probing.rope_layout import RopeLayout, RopeTower
 from ..rotation.rotation import LearnedRotations
 from .carrying import Turn
@@ -52,7 +53,9 @@ class RopePlanes(nn.Module):
         if isinstance(own, torch.Tensor):
             rotations = (torch.polar(torch.ones_like(angles), angles) * factor).index_select(-1, channels)  # (…, N, D)
             return rotations.mT.contiguous().mT if self.layout.is_transposed else rotations
-        cos, sin = ((x * factor).to(own[0].dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
+        # Joined, so that compiled graphs compute them once, and not for every channel of every head.
+        planes = (torch.cat([angles.cos(), angles.sin()], dim=-1) * factor).to(own[0].dtype)  # (…, N, 2 · planes)
+        cos, sin = (x.index_select(-1, channels) for x in planes.chunk(2, dim=-1))
         return cos, sin  # 2 × (…, N, D)
 
     def identity(self, own: Turn) -> Turn:
@@ -95,6 +98,9 @@ class PretrainedRope(LearnedRotations):
             (len(each.planes), each.num_axes if self.rotates_states else each.num_planes + 1) for each in tower.layouts
         ]
         self.has_prefix = tower.has_prefix
+        # Whether attention modules read the model's own cos and sin.
+        are_fixed = len(self.place) < len(tower.attentions)
+        self.reads_own = are_fixed or self.has_prefix or any(find_indexers(each) for _, each in tower.attentions)
         self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
         self.probes = nn.ModuleList(CoordinateProbe(tower.module.get_submodule(name)) for name in self.rope_names)
 
