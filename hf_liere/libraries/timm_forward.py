@@ -7,10 +7,9 @@ and keys through `q_norm` and `k_norm`, where hooks rotate them, or through its 
 sin.
 """
 
-import sys
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,6 +137,8 @@ def end_pass(tower: nn.Module, args: tuple, output: Any) -> None:
 def find_pass(tower: nn.Module) -> ImagePass:
     """The pass of a model that runs in this thread. Raises `RuntimeError` if none does."""
     current = ImagePass.current()
+    if current is None and (returned := ReturnedPass.current()) is not None:
+        current = returned.module()
     if current is None or current.module() is not tower:
         raise RuntimeError(
             f"A part of {type(tower).__name__} ran outside of it, so the positions of its tokens are unknown. Call the "
@@ -175,28 +176,20 @@ def rotate_states(tower: Any, layer: int, norm: nn.Module, args: tuple, output: 
     return rotated
 
 
-def keep_passes(model: nn.Module) -> None:
+class ReturnedPass(Pass):
+    """In a backward pass, the forward pass whose blocks are computed again; its graph keeps it, and `module` finds it."""
+
+
+def follow_block(tower: Any, block: nn.Module, args: tuple, output: torch.Tensor) -> None:
     """
-    Let timm's `checkpoint` and `checkpoint_seq`, where the methods of a model look them up, recompute blocks with the
-    positions of their pass.
+    Forward hook of a block. When the gradient of its output arrives, and before a checkpointed block is computed again,
+    its positions are those of this pass. Graphs recompute operations, and call no hook.
     """
-    for kind in type(model).__mro__:
-        module = sys.modules[kind.__module__]
-        for name in ("checkpoint", "checkpoint_seq"):
-            function = vars(module).get(name)
-            if module.__name__.startswith("timm.models.") and function and not hasattr(function, "__wrapped__"):
-                setattr(module, name, _keep_pass(function))
+    if tower.grad_checkpointing and output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(partial(_return_to_pass, find_pass(tower)))
 
 
-def _keep_pass(original: Callable) -> Callable:
-    @wraps(original)
-    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-        # A graph recomputes its operations, and calls no hook again.
-        current = None if torch.compiler.is_compiling() else ImagePass.current()
-        if current is not None and isinstance(function, nn.Sequential):
-            function = [partial(current.resume, part) for part in function]
-        elif current is not None:
-            function = partial(current.resume, function)
-        return original(function, *args, **kwargs)
-
-    return checkpoint
+def _return_to_pass(image: ImagePass, gradient: torch.Tensor) -> None:
+    ImagePass.end()
+    ReturnedPass.end()
+    ReturnedPass(weakref.ref(image)).begin()

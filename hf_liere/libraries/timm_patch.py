@@ -14,7 +14,7 @@ from .timm_forward import (
     begin_image,
     carry_indices,
     end_pass,
-    keep_passes,
+    follow_block,
     place_tokens,
     record_kept,
     replace_rotation,
@@ -54,7 +54,8 @@ class TimmPatch(LibraryPatch["TimmTower"]):
         for layer, (_, attention) in enumerate(tower.attentions):
             if layer in module.rotary_encoding.place:
                 self._hook_attention(module, layer, attention)
-        keep_passes(module)
+        for block in module.blocks:
+            self.handles.append(block.register_forward_hook(partial(follow_block, module)))
         # timm's optimizers ask for it.
         module.no_weight_decay = partial(without_decay, module)
 
