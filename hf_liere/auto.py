@@ -69,10 +69,7 @@ def register() -> None:
     Register our models with the Auto classes and pipelines; repeated calls are safe. `bundles.py` makes the code that
     is saved beside their weights, so that a checkpoint also loads without this package.
     """
-    SavesItsCode.make_code = staticmethod(bundles.make_code)
-    if "has_no_defaults_at_init" in vars(SavesItsCode):
-        # Here each configuration says it for itself.
-        del SavesItsCode.has_no_defaults_at_init
+    SavesItsCode.use_package(bundles.make_code)
     LieREConfig.warn_of_names = foreign_names.warn_of_names
     LieREConfig.check_names = foreign_names.check_names
     for config_class in CONFIGS:

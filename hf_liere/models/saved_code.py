@@ -55,8 +55,15 @@ class SavesItsCode(SavedBase):
     settings_file = "config.json"
     # Set by the package, see `bundles.make_code`. The code of a checkpoint saves itself.
     make_code: Callable[..., str] | None = None
-    # The code of a checkpoint may lack the encoding of a configuration without arguments. Deleted by the package.
+    # For transformers 5.17: the code of a checkpoint may lack the encoding of a configuration without arguments.
     has_no_defaults_at_init: ClassVar[bool] = True
+
+    @classmethod
+    def use_package(cls, make_code: Callable[..., str]) -> None:
+        """Save code of the package, which has every encoding: each configuration says for itself what it lacks."""
+        cls.make_code = staticmethod(make_code)
+        if "has_no_defaults_at_init" in vars(cls):
+            del cls.has_no_defaults_at_init
 
     def parts(self) -> list:
         """
