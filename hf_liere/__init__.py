@@ -28,13 +28,14 @@ from .models.transformer.modeling_liere_tokens import (
 )
 from .models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .models.transformer.patch_batches import batch_of_patches
-from .patching import diffusers_models, peft_adapters  # noqa: F401 (guard these libraries once they are imported)
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
+from .patching.guards import install_guards
 from .version import __version__
 
 
 register()
+install_guards()
 
 __all__ = [
     "FrequencySchedule",

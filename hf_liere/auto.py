@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
-from transformers.utils import is_torchvision_available, is_vision_available
+from transformers.utils import cached_file, is_torchvision_available, is_vision_available
 
 from . import bundles, foreign_names
 from .libraries import library_of
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
+from .models.patched.tower_patch import patched_towers
 from .models.saved_code import SavesItsCode
 from .models.transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
 from .models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
@@ -253,7 +254,14 @@ def load_peft(
         if labels not in (None, config.num_labels):
             options = {"num_labels": labels, **options}
         base = _adapted_class(adapter, config, source).from_pretrained(base, **options)
-    return PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
+    model = PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
+    place = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if not any(patched_towers(model)) and cached_file(str(source), ADAPTER_CONFIG, **place) is not None:
+        raise ValueError(
+            f"The rotations of {source} were not put into the base, since peft is left as it is (HF_LIERE_GUARDS=0 or "
+            "uninstall_guards): call load_rotary(base, …) before, and pass the base."
+        )
+    return model
 
 
 def _adapted_class(adapter: "PeftConfig", config: transformers.PreTrainedConfig, source: str | os.PathLike) -> Any:

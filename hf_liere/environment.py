@@ -49,14 +49,17 @@ def report(as_json: bool) -> str:
 def environment() -> dict:
     """
     The report as a dictionary. `functions` has an entry for each function, device and dtype, unless `problem` explains
-    why it is empty. `comparisons` are the checks of kernels against plain operations before their first use.
+    why it is empty. `comparisons` are the checks of kernels against plain operations before their first use, and
+    `guards` the functions of other libraries that importing this package replaces.
     """
     variables = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name, re.I)}
     packages = {name: _attempt(_version, name) for name in PACKAGES}
     rows: list[dict] = []
     problem = _attempt(lambda: rows.extend(_functions()))
     found = {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
-    return found | {"comparisons": [] if problem else _comparisons()}
+    return found | (
+        {"comparisons": [], "guards": []} if problem else {"comparisons": _comparisons(), "guards": _guards()}
+    )
 
 
 def cpu_name() -> str:
@@ -146,6 +149,12 @@ def _comparisons() -> list[dict]:
     ]
 
 
+def _guards() -> list[dict]:
+    from .patching.guards import GUARDS
+
+    return [{"function": f"{guard.module}.{guard.name}", "is_on": guard.is_on, "why": guard.why} for guard in GUARDS]
+
+
 def _markdown(found: dict) -> Iterator[str]:
     yield from (f"- {name}: {value}" for name, value in (found["packages"] | found["system"]).items())
     yield from (f"- `{name}={' '.join(value.split())}`" for name, value in found["variables"].items())
@@ -171,3 +180,6 @@ def _markdown(found: dict) -> Iterator[str]:
     for row in found["comparisons"]:
         said = row["failure"] or f"equal, with errors of up to {row['error']:.2f} of the rounding bound"
         yield f"- {row['kernels']}, {row['case']}: {said} ({row['seconds']:.1f} s)"
+    if guarded := [row for row in found["guards"] if row["is_on"]]:
+        yield "\nReplaced in other libraries (not with HF_LIERE_GUARDS=0):\n"
+        yield from (f"- `{row['function']}`: {row['why']}" for row in guarded)

@@ -14,6 +14,7 @@ from checkout import ROOT
 import hf_liere
 from hf_liere.kernels import cpu_library
 from hf_liere.models.fast.dispatch import find_backend
+from hf_liere.patching.guards import GUARDS
 
 
 LAUNCH = "import runpy, sys; sys.exit(runpy.run_path(sys.argv.pop(1))['main']())"
@@ -51,6 +52,8 @@ def test_it_names_what_computes_real_tensors():
         backend = find_backend(row["function"], tensor, row["block_size"])
         assert row["computed_by"] == (backend.NAME if backend else "plain operations"), row
         assert backend or row["refusals"]
+    assert {row["function"] for row in found["guards"]} == {f"{guard.module}.{guard.name}" for guard in GUARDS}
+    assert all(row["is_on"] for row in found["guards"])
     on_cpu = {(row["dtype"], row["computed_by"]) for row in found["functions"] if row["device"] == "cpu"}
     assert on_cpu == {(dtype, "CPU kernels") for dtype in ("float32", "bfloat16")} | {
         (dtype, "plain operations") for dtype in ("float16", "float64")

@@ -1,26 +1,23 @@
 """Learned rotations in pretrained models: patch, unpatch, and functions of a patched model."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
-import wrapt
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..libraries import TOWERS
-from ..libraries.library_patch import LibraryPatch, plan_library
+from ..libraries.library_patch import plan_library
 from ..models.patched.modeling_patched import (
     RotaryModelMixin,
     is_restorable,
-    patch_around,
     patch_in_place,
     unpatch_in_place,
 )
 from ..models.patched.rotary_patch import RotaryPatchConfig, plan
 from ..models.patched.tower_patch import patched_towers
+from .guards import warn_unguarded
 from .plain_rope import PlainRope
 
 
@@ -78,6 +75,8 @@ def make_plans(model: nn.Module, config: RotaryPatchConfig) -> list:
 def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:
     """The second half of [`patch`]: attach new rotations or those of an adapter."""
     patch_in_place(model, plans, encodings)
+    for planned in plans:
+        planned.tower.module.rotary_encoding.register_state_dict_pre_hook(warn_unguarded)
     patched = next((module for module in model.modules() if isinstance(module, RotaryModelMixin)), None)
     # Warn before training if only the model's own class can restore its checkpoints.
     if patched is not None and not is_restorable(patched.plain_class):
@@ -239,31 +238,3 @@ def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not towers:
         raise ValueError(f"{type(model).__name__} is not patched; call patch(model, config) first.")
     return towers
-
-
-def wrap_once_imported(module: str, wrappers: dict[str, Callable]) -> None:
-    """Wrap functions of a module, by their names there, as soon as it is imported: some libraries take seconds."""
-
-    def install(imported: ModuleType) -> None:
-        for name, wrapper in wrappers.items():
-            wrapt.wrap_function_wrapper(imported, name, wrapper)
-
-    wrapt.register_post_import_hook(install, module)
-
-
-def _save_whole(wrapped: Callable, model: PreTrainedModel, args: tuple, kwargs: dict) -> Any:
-    """Wraps `save_pretrained` of transformers: a model with a patched part is saved as a patched model."""
-    if isinstance(model, RotaryModelMixin) or not is_patched(model):
-        return wrapped(*args, **kwargs)
-    for name, tower in patched_towers(model):
-        if isinstance(tower.rotary_patch, LibraryPatch):
-            raise ValueError(
-                f"{type(model).__name__} contains the rotations of {name} ({type(tower).__name__}), which "
-                f"from_pretrained cannot restore: save them with save_rotary(model.{name}, folder), and the model "
-                "after unpatch(model)."
-            )
-    patch_around(model)
-    return model.save_pretrained(*args, **kwargs)
-
-
-wrap_once_imported("transformers.modeling_utils", {"PreTrainedModel.save_pretrained": _save_whole})

@@ -1,27 +1,29 @@
 """
 peft adapters that were trained on a model with learned rotations. peft alone saves them without the patch, and when
-loading, drops rotations that the base lacks. With this package imported, saving an adapter also writes the files of
-`save_rotary`, and loading one first puts these rotations into the base.
+loading, drops rotations that the base lacks. Here saving an adapter also writes the files of `save_rotary`, and loading
+one first puts these rotations into the base, see `guards.py`.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import transformers
-import wrapt
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.utils import cached_file
+from transformers import PreTrainedModel
 
-from ..models.patched.modeling_patched import auto_classes
+from ..libraries.library_patch import LibraryPatch
+from ..models.patched.modeling_patched import RotaryModelMixin, auto_classes, patch_around
 from ..models.patched.patched_configuration import TYPE_PREFIX
+from ..models.patched.tower_patch import patched_towers
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .adapters import (
     PEFT_WEIGHTS,
+    find_beside,
     load_rotary,
     read_adapter,
     remove_rotations,
@@ -30,11 +32,7 @@ from .adapters import (
     stored_parameters,
     write_rotations,
 )
-from .apply import is_patched, wrap_once_imported
-
-
-# The arguments of peft and transformers that locate files.
-PLACE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
+from .apply import is_patched
 
 
 def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_loaded: bool = False) -> None:
@@ -51,7 +49,7 @@ def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_load
         ValueError: if the rotations do not fit the base, the adapter has rotations without a patch and the base none,
             or a file cannot be read.
     """
-    path = _find(source, ADAPTER_CONFIG, place)
+    path = find_beside(source, ADAPTER_CONFIG, place)
     if path is None:
         if not is_patched(model) and (names := _rotations_in_weights(source, place)):
             raise ValueError(
@@ -60,7 +58,7 @@ def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_load
             )
         return
     for name in (ADAPTER_WEIGHTS, *PEFT_WEIGHTS):
-        _find(source, name, place)
+        find_beside(source, name, place)
     require_saved_together(path)
     config, _, tensors = read_adapter(path.parent)
     require_same_patch(model, config, source)
@@ -80,15 +78,9 @@ def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_load
     load_rotary(model, path.parent)
 
 
-def _find(source: str | Path, name: str, place: dict) -> Path | None:
-    options = {key: place[key] for key in PLACE if place.get(key)}
-    found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
-    return None if found is None else Path(found)
-
-
 def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
     """Names of rotation parameters among the weights of an adapter."""
-    path = next(filter(None, (_find(source, file_name, place) for file_name in PEFT_WEIGHTS)), None)
+    path = next(filter(None, (find_beside(source, file_name, place) for file_name in PEFT_WEIGHTS)), None)
     if path is None:
         return []
     if path.suffix == ".safetensors":
@@ -102,7 +94,28 @@ def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
     return [name for name in names if "rotary_encoding" in name.split(".")]
 
 
-def _save(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
+def save_model(wrapped: Callable, model: PreTrainedModel, args: tuple, kwargs: dict) -> Any:
+    """
+    Wraps `save_pretrained` of transformers: a model with a patched part is saved as a patched model, and one that has
+    adapters writes only these.
+    """
+    if not is_patched(model):
+        if getattr(model, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
+            remove_rotations(args[0] if args else kwargs["save_directory"])
+    elif not isinstance(model, RotaryModelMixin):
+        for name, tower in patched_towers(model):
+            if isinstance(tower.rotary_patch, LibraryPatch):
+                raise ValueError(
+                    f"{type(model).__name__} contains the rotations of {name} ({type(tower).__name__}), which "
+                    f"from_pretrained cannot restore: save them with save_rotary(model.{name}, folder), and the model "
+                    "after unpatch(model)."
+                )
+        patch_around(model)
+        return model.save_pretrained(*args, **kwargs)
+    return wrapped(*args, **kwargs)
+
+
+def save_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `PeftModel.save_pretrained`."""
     directory = Path(args[0] if args else kwargs["save_directory"])
     values, is_main = kwargs.get("state_dict"), kwargs.get("is_main_process", True)
@@ -115,25 +128,44 @@ def _save(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     if is_patched(model):
         for name, folder in folders.items():
             write_rotations(model, folder, values, is_main, name)
+            if is_main:
+                _name_plain_class(type(model.get_base_model()), folder / "adapter_config.json")
     return result
 
 
-def _save_in_transformers(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
-    """Wraps `save_pretrained` of transformers, which writes only the adapters of a model that has any."""
-    has_adapters = getattr(model, "_hf_peft_config_loaded", False)
-    if has_adapters and kwargs.get("is_main_process", True) and not is_patched(model):
-        remove_rotations(args[0] if args else kwargs["save_directory"])
+def _name_plain_class(kind: type, path: Path) -> None:
+    """An adapter without a task names the class of its base for `AutoPeftModel`; Auto classes read both kinds."""
+    content = json.loads(path.read_bytes())
+    if issubclass(kind, RotaryModelMixin) and content["auto_mapping"] and content["task_type"] is None:
+        plain: Any = kind.plain_class
+        autos = (name for name, one in auto_classes(plain.config_class).items() if one is plain)
+        named = getattr(transformers, next(autos, ""), plain)
+        content["auto_mapping"] = {"base_model_class": named.__name__, "parent_library": named.__module__}
+        path.write_text(json.dumps(content, indent=2, sort_keys=True))
+
+
+def describe_model(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `BaseTuner.get_model_config`, by whose model type peft knows the modules to adapt."""
+    found = wrapped(*args, **kwargs)
+    is_rotary = isinstance(found, dict) and "rotary_patch" in found and "model_type" in found
+    return {**found, "model_type": found["model_type"].removeprefix(TYPE_PREFIX)} if is_rotary else found
+
+
+def load_model(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `PeftModel.from_pretrained(model, model_id, …)`."""
+    given = dict(zip(("model", "model_id"), args)) | kwargs
+    restore_rotations(given["model"], given["model_id"], kwargs)
     return wrapped(*args, **kwargs)
 
 
-def _restore_first(source: str, is_loaded: bool, wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
-    """Wraps `PeftModel.from_pretrained(model, model_id, …)` and `hotswap_adapter(model, model_name_or_path, …)`."""
-    given = dict(zip(("model", source), args)) | kwargs
-    restore_rotations(given["model"], given[source], kwargs, is_loaded)
+def swap_adapter(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `hotswap_adapter(model, model_name_or_path, …)`."""
+    given = dict(zip(("model", "model_name_or_path"), args)) | kwargs
+    restore_rotations(given["model"], given["model_name_or_path"], kwargs, is_loaded=True)
     return wrapped(*args, **kwargs)
 
 
-def _load_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
+def load_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `PeftModel.load_adapter(model_id, adapter_name, …)`."""
     if model is None:
         # `PeftMixedModel`, another class, passes itself as an argument.
@@ -144,38 +176,10 @@ def _load_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> A
     return wrapped(*args, **kwargs)
 
 
-def _load_into_transformers(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
+def load_natively(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `load_adapter(peft_model_id, …)` of transformers models, which `from_pretrained` also calls."""
     options = kwargs.get("load_config")
     source = args[0] if args else kwargs.get("peft_model_id") or getattr(options, "pretrained_model_name_or_path", None)
     if source is not None:
         restore_rotations(model, source, {**kwargs, **(kwargs.get("adapter_kwargs") or {})})
     return wrapped(*args, **kwargs)
-
-
-def _base_model_class(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> type:
-    """Wraps the lookup of a task-less adapter's base class for `AutoPeftModel`; Auto classes read both kinds."""
-    found = wrapped(*args, **kwargs)
-    plain = getattr(found, "plain_class", found)
-    autos = auto_classes(plain.config_class) if plain is not found else {}
-    return next((getattr(transformers, name) for name, kind in autos.items() if kind is plain), plain)
-
-
-def _adapt_alike(peft: ModuleType) -> None:
-    """In the tables by which peft looks up what to adapt, repeat every model type for the model with rotations."""
-    for table in vars(peft.utils.constants).values():
-        if isinstance(table, dict):
-            table |= {f"{TYPE_PREFIX}{name}": value for name, value in table.items() if isinstance(name, str)}
-
-
-PEFT_WRAPPERS: dict[str, Callable] = {
-    "PeftModel.save_pretrained": _save,
-    "PeftModel.from_pretrained": partial(_restore_first, "model_id", False),
-    "PeftModel.load_adapter": _load_adapter,
-    "PeftModel._get_base_model_class": _base_model_class,
-}
-wrap_once_imported("peft", PEFT_WRAPPERS)
-wrapt.register_post_import_hook(_adapt_alike, "peft")
-wrap_once_imported("peft.utils.hotswap", {"hotswap_adapter": partial(_restore_first, "model_name_or_path", True)})
-wrap_once_imported("transformers.modeling_utils", {"PreTrainedModel.save_pretrained": _save_in_transformers})
-wrap_once_imported("transformers.integrations.peft", {"PeftAdapterMixin.load_adapter": _load_into_transformers})

@@ -1,0 +1,144 @@
+"""
+What importing this package replaces in other libraries: the functions by which they save and load models, so that
+learned rotations are neither lost nor mixed up. `HF_LIERE_GUARDS=0` leaves all libraries as they are.
+"""
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from inspect import getattr_static
+from types import ModuleType
+from typing import Any
+
+import wrapt
+from torch import nn
+
+from ..models.patched.modeling_patched import RotaryModelMixin
+
+
+@dataclass
+class Guard:
+    """
+    A function of another library, replaced as soon as its module is imported: some libraries take seconds.
+
+    Attributes:
+        module, name: Where the library looks it up.
+        wrapper: A function (wrapped, instance, args, kwargs) of this folder, as module.name.
+        why: What it does beside what the function does.
+        is_on: Whether it is replaced, or will be.
+        replaced: Where and by what, once it is.
+    """
+
+    module: str
+    name: str
+    wrapper: str
+    why: str
+    is_on: bool = field(default=False, init=False)
+    replaced: tuple[Any, str, wrapt.FunctionWrapper] | None = field(default=None, init=False)
+
+    def install(self) -> None:
+        if not self.is_on:
+            self.is_on = True
+            # These hooks cannot be removed; one that is called again finds nothing to do.
+            wrapt.register_post_import_hook(self._replace, self.module)
+
+    def uninstall(self) -> None:
+        self.is_on = False
+        if self.replaced is not None:
+            parent, name, replacement = self.replaced
+            # Below a wrapper of another library it stays, and does nothing.
+            if getattr_static(parent, name) is replacement:
+                setattr(parent, name, replacement.__wrapped__)
+                self.replaced = None
+
+    def _replace(self, module: ModuleType) -> None:
+        if not self.is_on or self.replaced is not None:
+            return
+        *path, name = self.name.split(".")
+        try:
+            parent = reduce(getattr, path, module)
+            original = getattr_static(parent, name)
+        except AttributeError:
+            warnings.warn(
+                f"This release has no {self.module}.{self.name}, which hf_liere replaces so that {self.why}. Save "
+                "rotations with save_rotary, and load them with load_rotary.",
+                stacklevel=2,
+            )
+        else:
+            self.replaced = parent, name, wrapt.FunctionWrapper(original, self._call)
+            setattr(*self.replaced)
+
+    def _call(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        if not self.is_on:
+            return wrapped(*args, **kwargs)
+        module, _, name = self.wrapper.partition(".")
+        return getattr(importlib.import_module(f".{module}", __package__), name)(wrapped, instance, args, kwargs)
+
+
+SAVES = "a model with a patched part is saved as a patched one, and one without rotations removes those in the folder"
+BESIDE = "rotations are saved beside the adapter or the model"
+RESTORES = "rotations beside the adapter or the model are put into it"
+AVERAGES = "averages of other parameters are refused"
+MODELING, EMA = "diffusers.models.modeling_utils", "diffusers.training_utils"
+GUARDS = (
+    Guard("transformers.modeling_utils", "PreTrainedModel.save_pretrained", "peft_adapters.save_model", SAVES),
+    Guard("transformers.integrations.peft", "PeftAdapterMixin.load_adapter", "peft_adapters.load_natively", RESTORES),
+    Guard("peft.peft_model", "PeftModel.save_pretrained", "peft_adapters.save_adapter", BESIDE),
+    Guard("peft.peft_model", "PeftModel.from_pretrained", "peft_adapters.load_model", RESTORES),
+    Guard("peft.peft_model", "PeftModel.load_adapter", "peft_adapters.load_adapter", RESTORES),
+    Guard("peft.utils.hotswap", "hotswap_adapter", "peft_adapters.swap_adapter", RESTORES),
+    Guard(
+        "peft.tuners.tuners_utils",
+        "BaseTuner.get_model_config",
+        "peft_adapters.describe_model",
+        "modules to adapt are found for patched models too",
+    ),
+    Guard(MODELING, "ModelMixin.save_pretrained", "diffusers_models.save_model", BESIDE),
+    Guard(MODELING, "ModelMixin.from_pretrained", "diffusers_models.load_model", RESTORES),
+    Guard(
+        "diffusers.configuration_utils",
+        "ConfigMixin.from_config",
+        "diffusers_models.build_model",
+        "a model whose configuration names a patch is patched",
+    ),
+    Guard(EMA, "EMAModel.step", "diffusers_models.match_averages", AVERAGES),
+    Guard(EMA, "EMAModel.copy_to", "diffusers_models.match_averages", AVERAGES),
+    Guard(
+        "diffusers.pipelines.pipeline_utils",
+        "DiffusionPipeline.download",
+        "diffusers_models.download",
+        "files of rotations are downloaded too",
+    ),
+)
+
+
+def install_guards() -> None:
+    """Replace the functions of `GUARDS`, now or once they are imported, unless `HF_LIERE_GUARDS=0`."""
+    if os.environ.get("HF_LIERE_GUARDS") != "0":
+        for guard in GUARDS:
+            guard.install()
+
+
+def uninstall_guards() -> None:
+    """Restore the functions of `GUARDS`, which `install_guards` can replace again."""
+    for guard in GUARDS:
+        guard.uninstall()
+
+
+def warn_unguarded(encoding: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """State dict pre-hook of rotations: without guards, a `save_pretrained` that needs one says what it leaves out."""
+    frame = None if any(guard.is_on for guard in GUARDS) else sys._getframe()
+    while frame is not None:
+        saved = frame.f_locals.get("self")
+        if frame.f_code.co_name == "save_pretrained" and not isinstance(saved, RotaryModelMixin):
+            warnings.warn(
+                f"{type(saved).__name__}.save_pretrained does not save how the model is patched, because hf_liere has "
+                "replaced no functions (HF_LIERE_GUARDS=0 or uninstall_guards): call save_rotary too.",
+                stacklevel=2,
+            )
+            return
+        frame = frame.f_back
