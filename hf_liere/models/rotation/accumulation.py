@@ -5,7 +5,6 @@ the exponentials runs once, since it is linear and rotations of equal positions 
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,11 +96,13 @@ class RotationSums:
         self.are_held = True
         self._generators = generators
         self._kept: list[_SharedRotations] = []
-        # Whether a gradient is on its way to the generators.
-        self._is_arriving = False
+        # Whether a backward pass used the sums, and whether its gradient is on its way to the generators.
+        self._is_used = self._is_arriving = False
         # Theirs after the last backward pass, and its version.
         self._noted: tuple[torch.Tensor, int] | None = None
-        self._hook = generators.register_post_accumulate_grad_hook(self._note)
+        # Parameters that FSDP shards get no gradients from autograd: neither is called.
+        self._hooks = [generators.register_hook(self._expect)]
+        self._hooks.append(generators.register_post_accumulate_grad_hook(self._note))
 
     def __reduce__(self):
         return type(None), ()
@@ -116,14 +117,11 @@ class RotationSums:
             key: All that the rotations depend on beside the entries; `None` if they will not return.
             entries: Free entries of the generators.
         """
-        if values_are_unknown(entries) or not torch.is_grad_enabled():
+        if values_are_unknown(entries) or not torch.is_grad_enabled() or not entries.requires_grad:
             return compute(entries)
         self._check()
-        if not entries.requires_grad:
-            return compute(entries)
         carried = entries.view_as(entries)
-        # Frameworks that shard parameters compute with others, whose gradients autograd does not accumulate.
-        carried.register_hook(partial(self._pass_on, entries is self._generators))
+        carried.register_hook(self._pass_on)
         if key is None:
             return compute(carried)
         key = key, entries.dtype, entries.device
@@ -134,16 +132,20 @@ class RotationSums:
             self._kept.append(shared)
         return compute(carried) if shared is None else shared.connect(carried, self._kept)
 
-    def _pass_on(self, is_accumulated: bool, gradient: torch.Tensor) -> torch.Tensor:
+    def _pass_on(self, gradient: torch.Tensor) -> torch.Tensor:
         """Hook of the entries, whose backward pass runs after those of the rotations that were made from them."""
-        self._is_arriving = is_accumulated
+        self._is_used = True
         if not self.are_held:
             gradient = sum((shared.release() for shared in self._kept if shared.sums), gradient)
             self._kept.clear()
         return gradient
 
+    def _expect(self, gradient: torch.Tensor) -> None:
+        """A backward pass that used the sums must add to the gradient of the generators before the next one."""
+        self._is_arriving = self._is_arriving or self._is_used
+
     def _note(self, generators: nn.Parameter) -> None:
-        self._is_arriving = False
+        self._is_arriving = self._is_used = False
         self._noted = None if generators.grad is None else (generators.grad, generators.grad._version)
 
     def _check(self, is_end: bool = False) -> None:
@@ -167,7 +169,8 @@ class RotationSums:
         )
 
     def end(self, is_complete: bool) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if is_complete:
             self._check(is_end=True)
         self._kept.clear()

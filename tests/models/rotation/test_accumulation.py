@@ -10,6 +10,7 @@ import pytest
 import torch
 from rotating import Operators
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import hf_liere
 from hf_liere import accumulate_rotations
@@ -237,18 +238,28 @@ def test_compiled_encodings_accumulate_as_before(model, fresh_compiler):
     assert_plain(model, gradients(model), batches)
 
 
-def test_layers_that_rotate_one_by_one_share_the_accumulation():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_that_rotate_one_by_one_share_the_accumulation(checkpointing):
+    """Also where each layer is computed again in the backward pass."""
     rotary = hf_liere.LieRotaryEmbedding(num_heads=2, head_dim=8, num_axes=2, block_size=8, num_layers=2).double()
     states, found = torch.randn(2, 2, 2, 16, 8).double(), []
+
+    def rotate(layer, positions):
+        query, key = rotary(*states, positions, layer=layer)
+        return (query * key.roll(1, 2)).sum()
+
     for held in (True, False):
         with accumulate_rotations(rotary) if held else contextlib.nullcontext() as window:
             for index in range(3):
                 if held and index == 2:
                     window.last()
-                positions = hf_liere.grid_positions((4, 4), coordinates="centred_grid")
+                positions, losses = hf_liere.grid_positions((4, 4), coordinates="centred_grid"), []
                 # The last micro-batch does not use the first layer.
                 for layer in range(index == 2, 2):
-                    query, key = rotary(*states, positions, layer=layer)
-                    (query * key.roll(1, 2)).sum().backward()
+                    if held and checkpointing:
+                        losses.append(checkpoint(rotate, layer, positions, use_reentrant=False))
+                    else:
+                        losses.append(rotate(layer, positions))
+                sum(losses).backward()
         found.append(gradients(rotary))
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-14)
