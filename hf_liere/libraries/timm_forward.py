@@ -177,7 +177,7 @@ def rotate_states(tower: Any, layer: int, norm: nn.Module, args: tuple, output: 
 
 
 class ReturnedPass(Pass):
-    """In a backward pass, the forward pass whose blocks are computed again; its graph keeps it, and `module` finds it."""
+    """In a backward pass, the one whose blocks are computed again: `module` finds it, and its graph keeps it."""
 
 
 def follow_block(tower: Any, block: nn.Module, args: tuple, output: torch.Tensor) -> None:
