@@ -151,26 +151,38 @@ def check_rotation_matrices(matrices: torch.Tensor) -> None:
             in any entry) or reflections.
     """
     _check_values("rotation matrices", matrices, (3, 3))
-    if values_are_unknown(matrices) or not matrices.numel():
-        return
-    deviation, determinants = measure_rotations(matrices.detach())  # (…) each
-    if (largest := float(deviation.max())) > TOLERANCE:
-        raise ValueError(
-            f"{int((deviation > TOLERANCE).sum())} of {deviation.numel()} matrices are not orthogonal: RᵀR differs "
-            f"from the identity by up to {largest:.3g}; accepted are {TOLERANCE:g}. Rotations have axes of length 1 "
-            "at right angles."
-        )
-    if (least := float(determinants.min())) < 0:
-        raise ValueError(
-            f"{int((determinants < 0).sum())} of {determinants.numel()} matrices are reflections, with determinant "
-            f"{least:.3g}; accepted are rotations, with determinant 1."
-        )
+    if not values_are_unknown(matrices):
+        refuse_matrices("matrices", "a rotation", *rotation_faults(matrices.detach()))
 
 
-def measure_rotations(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest entry of |RᵀR − I| and the determinant of (…, 3, 3) matrices: (…) each."""
+# What is wrong with matrices: a sentence with a place for the measure of one, the measures of all, and who has it.
+Fault = tuple[str, torch.Tensor, torch.Tensor]
+
+
+def rotation_faults(matrices: torch.Tensor) -> list[Fault]:
+    """What is no rotation among (…, 3, 3) matrices."""
     identity = torch.eye(3, dtype=matrices.dtype, device=matrices.device)
-    return (matrices.mT @ matrices - identity).abs().amax((-2, -1)), torch.linalg.det(matrices)
+    deviation = (matrices.mT @ matrices - identity).abs().amax((-2, -1))  # (…)
+    determinants = torch.linalg.det(matrices)  # (…)
+    accepted = f"up to {TOLERANCE:g} is accepted: axes of length 1 at right angles"
+    return [
+        # Comparisons with NaN are false.
+        (f"RᵀR differs from the identity by {{:.2g}}; {accepted}", deviation, ~(deviation <= TOLERANCE)),
+        ("its determinant is {:.3g}, a reflection: change the sign of an axis", determinants, determinants < 0),
+    ]
+
+
+def refuse_matrices(name: str, accepted: str, *faults: Fault) -> None:
+    """Raises `ValueError` if any matrix has a fault, with the index of the first one and its first fault."""
+    refused = torch.stack([present for _, _, present in faults]).any(0)  # (…)
+    if not refused.any():
+        return
+    index = tuple(refused.nonzero()[0].tolist())
+    reason, measured = next((reason, measured[index]) for reason, measured, present in faults if present[index])
+    raise ValueError(
+        f"{name}[{', '.join(map(str, index)) or '…'}] is not {accepted}: {reason.format(measured.tolist())}. "
+        f"{int(refused.sum())} of {refused.numel()} matrices are refused."
+    )
 
 
 def _check_order(order: str) -> None:

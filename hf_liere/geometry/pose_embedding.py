@@ -288,18 +288,17 @@ class PoseEmbedding(nn.Module):
             )
         if not states.is_floating_point():
             raise ValueError(f"{name} are {states.dtype}; a floating point type is needed.")
-        samples, tokens = frames.to_camera.shape[:2]
-        if tokens != states.shape[2] or samples not in (1, states.shape[0]):
-            raise ValueError(
-                f"There are poses of {tokens} tokens in {samples} samples, but {name} of shape {tuple(states.shape)}: "
-                f"poses of {states.shape[2]} tokens in 1 or {states.shape[0]} samples are needed; those of keys of "
-                "other tokens are key_poses."
-            )
-        if frames.patches is not None and frames.patches.num_samples() not in (1, states.shape[0]):
-            raise ValueError(
-                f"There are patches of {frames.patches.num_samples()} samples, but {name} of shape "
-                f"{tuple(states.shape)}: patches of 1 or {states.shape[0]} samples are needed."
-            )
+        tokens, patches = frames.to_camera.shape[1], frames.patches
+        for kind, samples in (
+            ("poses", len(frames.to_camera)),
+            ("patches", 1 if patches is None else patches.num_samples()),
+        ):
+            if tokens != states.shape[2] or samples not in (1, len(states)):
+                raise ValueError(
+                    f"There are {kind} of {tokens} tokens in {samples} samples, but {name} of shape "
+                    f"{tuple(states.shape)}: {kind} of {states.shape[2]} tokens in 1 or {len(states)} samples are "
+                    "needed; those of keys of other tokens are key_poses."
+                )
 
     def _transform(self, name: str, states: torch.Tensor, frames: PoseFrames, matrices: torch.Tensor) -> torch.Tensor:
         """(B, H, N, head_dim) states by (1 or B, N, 4, 4) matrices, and the last channels by rotations of patches."""

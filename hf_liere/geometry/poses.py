@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..models.fast.dispatch import values_are_unknown
-from .orientations import TOLERANCE, measure_rotations
+from .orientations import TOLERANCE, refuse_matrices, rotation_faults
 
 
 def relative_poses(poses: torch.Tensor, reference: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -63,26 +63,14 @@ def check_poses(name: str, poses: torch.Tensor) -> None:
     if values_are_unknown(poses):
         return
     matrices = poses.detach().double() if poses.device.type != "mps" else poses.detach()
-    skewed, determinants = measure_rotations(matrices[..., :3, :3])  # (…,) each
-    bottom = (matrices[..., 3, :] - matrices.new_tensor([0, 0, 0, 1])).abs().amax(dim=-1)  # (…,)
-    mirrored = determinants < 0
-    # Comparisons with NaN are false.
-    accepted = (skewed <= TOLERANCE) & (bottom <= TOLERANCE) & ~mirrored & matrices.isfinite().all(-1).all(-1)
-    if accepted.all():
-        return
-    index = tuple((~accepted).nonzero()[0].tolist())
-    if not matrices[index].isfinite().all():
-        reason = "it contains values that are not finite"
-    elif bottom[index] > TOLERANCE:
-        last = ", ".join(f"{value:.4g}" for value in matrices[index][3].tolist())
-        reason = f"its last row is {last} instead of 0, 0, 0, 1"
-    elif skewed[index] > TOLERANCE:
-        reason = f"RᵀR differs from the identity by {skewed[index].item():.2g}; up to {TOLERANCE:g} is accepted"
-    else:
-        reason = "its determinant is −1, a reflection: change the sign of an axis"
-    raise ValueError(
-        f"{name}[{', '.join(map(str, index))}] is not a pose [[R, t], [0, 1]] from camera to world: {reason}. "
-        f"{(~accepted).sum().item()} of {accepted.numel()} matrices are refused."
+    last = matrices[..., 3, :]  # (…, 4)
+    differs = (last - last.new_tensor([0, 0, 0, 1])).abs().amax(dim=-1) > TOLERANCE  # (…,)
+    refuse_matrices(
+        name,
+        "a pose [[R, t], [0, 1]] from camera to world",
+        ("it contains values that are not finite: {}", matrices, ~matrices.isfinite().all(-1).all(-1)),
+        ("its last row is {} instead of 0, 0, 0, 1", last, differs),
+        *rotation_faults(matrices[..., :3, :3]),
     )
 
 
@@ -93,12 +81,8 @@ def check_intrinsics(intrinsics: torch.Tensor) -> None:
     given = intrinsics.detach()
     zeros = (given[..., 1, 0] == 0) & (given[..., 2, :2] == 0).all(-1) & (given[..., 2, 2] == 1)
     accepted = zeros & (given[..., 0, 0] != 0) & (given[..., 1, 1] != 0) & given.isfinite().all(-1).all(-1)
-    if not accepted.all():
-        index = tuple((~accepted).nonzero()[0].tolist())
-        raise ValueError(
-            f"intrinsics[{', '.join(map(str, index))}] are {given[index].tolist()}; accepted are finite "
-            "[[f_x, s, c_x], [0, f_y, c_y], [0, 0, 1]] with f_x and f_y that are not 0."
-        )
+    wanted = "finite [[f_x, s, c_x], [0, f_y, c_y], [0, 0, 1]] with f_x and f_y that are not 0"
+    refuse_matrices("intrinsics", wanted, ("it is {}", given, ~accepted))
 
 
 def _homogeneous(rotation: torch.Tensor, translation: torch.Tensor) -> torch.Tensor:

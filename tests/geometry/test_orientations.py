@@ -134,9 +134,13 @@ BAD = [
     (
         matrix_to_rotation_vector,
         2 * torch.eye(3),
-        "1 of 1 matrices are not orthogonal.* by up to 3; accepted are 0.001",
+        "is not a rotation: RᵀR differs from the identity by 3; up to 0.001 is accepted.* 1 of 1 matrices",
     ),
-    (matrix_to_rotation_vector, torch.stack([torch.eye(3), -torch.eye(3)]), "1 of 2 matrices are refl.*determinant -1"),
+    (
+        matrix_to_rotation_vector,
+        torch.stack([torch.eye(3), -torch.eye(3)]),
+        r"matrices\[1\].*determinant is -1,.* 1 of 2",
+    ),
     (matrix_to_rotation_vector, torch.full((3, 3), torch.nan), "contain 9 values that are not finite"),
     (matrix_to_rotation_vector, torch.eye(4), r"shape \(4, 4\) must be \(…, 3, 3\)"),
     (matrix_to_rotation_vector, torch.eye(3, dtype=torch.bfloat16), "bfloat16; float32 or float64 is needed"),

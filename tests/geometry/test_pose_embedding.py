@@ -374,8 +374,8 @@ def damaged(change):
     "change, message",
     [
         (lambda pose: pose[:3, :3].mul_(1.01), r"poses\[1, 2\] is not a pose.*RᵀR differs from the identity by 0\.02;"),
-        (lambda pose: pose[:3, 0].neg_(), r"poses\[1, 2\].*determinant is −1"),
-        (lambda pose: pose[3].copy_(torch.tensor([1.0, 2.0, 3.0, 1.0])), r"last row is 1, 2, 3, 1 instead"),
+        (lambda pose: pose[:3, 0].neg_(), r"poses\[1, 2\].*determinant is -1"),
+        (lambda pose: pose[3].copy_(torch.tensor([1.0, 2.0, 3.0, 1.0])), r"last row is \[1.0, 2.0, 3.0, 1.0\] instead"),
         (lambda pose: pose[0, 3].fill_(torch.nan), r"1 of 6 matrices|not finite"),
     ],
 )
@@ -442,7 +442,7 @@ def test_states_that_do_not_fit():
     layer = PoseEmbedding(HEAD_DIM, patch_share=0.5)
     with pytest.raises(ValueError, match="3 tokens and poses of 4"):
         layer.frames(random_poses(2, 4), patches=torch.rand(3, 2))
-    with pytest.raises(ValueError, match="patches of 3 samples"):
+    with pytest.raises(ValueError, match="patches of 4 tokens in 3 samples"):
         layer(*states, layer.frames(random_poses(2, 4), patches=torch.rand(3, 4, 2)))
     with pytest.raises(ValueError, match="query is a list"):
         layer([[1.0]], *states[1:], layer.frames(random_poses(2, 4), patches=torch.rand(4, 2)))
