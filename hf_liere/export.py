@@ -17,7 +17,7 @@ dictionary of tensors: `torch.export.load("model.pt2").module()(pixel_values)["l
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,13 @@ class _TensorOutputs(nn.Module):
         self.model = model
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        return dict(_named_tensors(self.model(pixel_values)))
-
-
-def _named_tensors(outputs: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in outputs.items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, tuple):
-            yield from ((f"{name}_{index}", tensor) for index, tensor in enumerate(value))
+        tensors = {}
+        for name, value in self.model(pixel_values).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            elif isinstance(value, tuple):
+                tensors |= {f"{name}_{index}": tensor for index, tensor in enumerate(value)}
+        return tensors
 
 
 def export_model(
@@ -269,7 +267,7 @@ def _comparison(model: LieREPreTrainedModel, path: Path, options: Mapping) -> st
     grid = _grid(model.config, options.get("image_size"), options.get("num_frames"))
     pixels = _pixels(model.config, grid, batch_size=3).normal_()
     with torch.no_grad():
-        expected = dict(_named_tensors(model.eval()(pixels)))
+        expected = _TensorOutputs(model.eval())(pixels)
     found = run_exported(path, pixels)
     difference = max(
         ((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)).item()
