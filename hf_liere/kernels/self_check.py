@@ -171,20 +171,14 @@ class Example:
 
     def angle_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(H, N, planes), and bounds of their rounding errors."""
-        outer, absolute = self._outer_products()
-        bound = 4 * self.batch * EPS * (absolute[..., 1, 0] + absolute[..., 0, 1])
-        return outer[..., 1, 0] - outer[..., 0, 1], bound
+        outer, bound = self.outer_products()
+        return outer[..., 1, 0] - outer[..., 0, 1], 2 * (bound[..., 1, 0] + bound[..., 0, 1])
 
     def outer_products(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(H, N, blocks, b, b), and bounds of their rounding errors."""
-        expected, absolute = self._outer_products()
+        """Σ g rᵀ over samples, query and key, (H, N, blocks, b, b), and bounds of their rounding errors."""
+        pairs = [self._blocks(torch.cat(pair)) for pair in (self.gradients, self.states)]
+        expected, absolute = (torch.einsum("bhnki,bhnkj->hnkij", *each) for each in (pairs, map(torch.abs, pairs)))
         return expected, 2 * self.batch * EPS * absolute
-
-    def _outer_products(self) -> Iterator[torch.Tensor]:
-        """Yields Σ g rᵀ over samples, query and key, (H, N, blocks, b, b), and the same sum of absolute values."""
-        gradients, states = (self._blocks(torch.cat(pair)) for pair in (self.gradients, self.states))
-        for factors in ((gradients, states), (gradients.abs(), states.abs())):
-            yield torch.einsum("bhnki,bhnkj->hnkij", *factors)
 
 
 def padded_width(head_dim: int) -> int:
