@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from safetensors import SafetensorError, safe_open
 
 from .loading import explain, join_names, parse_json, refuse_diffusers, shards
@@ -203,11 +204,8 @@ def files_by_name(folder: Path) -> dict[str, Path]:
 
 def file_digest(path: Path, kind: str) -> str:
     """Hash of a file as the Hub lists it: `"sha256:…"` in LFS and Xet, else `"git:…"`, the SHA-1 of a git blob."""
-    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return f"{kind}:{digest.hexdigest()}"
+        return f"sha256:{sha_fileobj(file).hex()}" if kind == "sha256" else f"git:{git_hash(file.read())}"
 
 
 def differing_files(folder: Path, digests: Mapping[str, str]) -> list[str]:
