@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
 from ..storage.client import HubError, UnreachableError, remote_digests, retry, translate_hub_errors
-from ..storage.saved_model import differing_files, file_digest, files_by_name
+from ..storage.saved_model import differing_files, files_by_name
 from ..storage.targets import new_directory
 
 
@@ -71,27 +71,31 @@ def pull(
             except OSError as error:
                 raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
         return replace(pulled, folder=Path(folder))
+    patterns = {"ignore_patterns": IGNORED} if path is None else {"allow_patterns": [f"{path}/*"]}
     with translate_hub_errors(api, repo_id, revision):
-        snapshot = _download_snapshot(api, repo_id, revision, path, cache_dir)
+        snapshot = _download_snapshot(api, repo_id, revision, patterns, cache_dir)
     source = snapshot if path is None else snapshot / path
     if not source.is_dir():
         raise HubError(f"{repo_id} at {snapshot.name} on {api.endpoint} has no folder {path!r}.")
     return Pulled(source, commit=snapshot.name)
 
 
-def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir: str | Path | None) -> Path:
+def _download_snapshot(
+    api: HfApi, repo_id: str, revision: str, patterns: dict[str, list[str]], cache_dir: str | Path | None
+) -> Path:
     def download(revision: str, **options: Any) -> Path:
         return Path(retry(lambda: api.snapshot_download(repo_id, revision=revision, cache_dir=cache_dir, **options)))
 
     while True:
         try:
-            commit, digests = _list_files(api, repo_id, revision, path)
+            commit, digests = _list_files(api, repo_id, revision)
         except UnreachableError as unreachable:
-            return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
+            return _cached_snapshot(repo_id, unreachable, revision=revision, cache_dir=cache_dir, **patterns)
         # Download by the given name, so that the cache knows it offline; the branch may move in between.
-        snapshot = download(revision, **_patterns(path))
+        snapshot = download(revision, **patterns)
         if snapshot.name == commit:
             break
+    digests = {name: digests[name] for name in filter_repo_objects(digests, **patterns)}
     if wrong := differing_files(snapshot, digests):
         logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
         _delete_from_cache(snapshot, wrong)
@@ -106,39 +110,30 @@ def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None
     return snapshot
 
 
-def _list_files(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple[str, dict[str, str]]:
+def _list_files(api: HfApi, repo_id: str, revision: str) -> tuple[str, dict[str, str]]:
     with translate_hub_errors(api, repo_id, revision):
         # Few attempts: if the endpoint is down, a user with a complete cache should not wait long.
         commit = retry(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
-        digests = retry(lambda: remote_digests(api, repo_id, commit))
-    return commit, {name: digests[name] for name in filter_repo_objects(digests, **_patterns(path))}
+        return commit, retry(lambda: remote_digests(api, repo_id, commit))
 
 
-def _patterns(path: str | None) -> dict[str, list[str]]:
-    return {"ignore_patterns": IGNORED} if path is None else {"allow_patterns": [f"{path}/*"]}
-
-
-def _cached_snapshot(
-    repo_id: str, revision: str, path: str | None, cache_dir: str | Path | None, unreachable: UnreachableError
-) -> Path:
+def _cached_snapshot(repo_id: str, unreachable: UnreachableError, **options: Any) -> Path:
     try:
-        snapshot = Path(
-            snapshot_download(repo_id, revision=revision, local_files_only=True, cache_dir=cache_dir, **_patterns(path))
-        )
+        snapshot = Path(snapshot_download(repo_id, local_files_only=True, **options))
     except OSError:
         raise unreachable from None
-    if wrong := [name for name, file in files_by_name(snapshot).items() if not _is_intact(file)]:
+    if wrong := differing_files(snapshot, _cached_digests(snapshot)):
         raise HubError(f"{', '.join(wrong)} of {repo_id} in the local cache is damaged; pull again with a connection.")
     logger.warning(f"The Hub was not asked; {repo_id} comes from the local cache, commit {snapshot.name}.")
     return snapshot
 
 
-def _is_intact(file: Path) -> bool:
-    """Whether a cached file has the hash in its blob's name."""
+def _cached_digests(snapshot: Path) -> dict[str, str]:
+    """Hashes of files in the cache, which are the names of their blobs."""
+    blobs = {name: Path(os.readlink(path)).name for name, path in files_by_name(snapshot).items() if path.is_symlink()}
     # The blob may itself be a link to a shared store, whose file names are not hashes.
-    name = Path(os.readlink(file)).name if file.is_symlink() else ""
-    kind = {64: "sha256", 40: "git"}.get(len(name))
-    return kind is None or file_digest(file, kind) == f"{kind}:{name}"
+    kinds = {64: "sha256", 40: "git"}
+    return {name: f"{kinds[len(blob)]}:{blob}" for name, blob in blobs.items() if len(blob) in kinds}
 
 
 def _delete_from_cache(snapshot: Path, names: list[str]) -> None:

@@ -11,7 +11,6 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
-    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -116,8 +115,6 @@ def _explanation(api: HfApi, repo_id: str, revision: str | None, error: Exceptio
     status, place = status_code(error), f"{repo_id} on {api.endpoint}"
     sign_in = "run `hf auth login`, or set HF_TOKEN"
     has_token = token_in_use(api) is not None
-    if isinstance(error, LocalTokenNotFoundError):
-        return HubError(f"No token for {place}: {sign_in}.")
     if isinstance(error, RevisionNotFoundError):
         return HubError(f"{place} has no revision {revision!r}; {_known_revisions(api, repo_id)}.")
     if isinstance(error, GatedRepoError):
