@@ -17,6 +17,8 @@ from ..models.rotation.exponential import skew
 TOLERANCE = 1e-3
 # Where the real part w is in a quaternion.
 REAL_PART = {"wxyz": 0, "xyzw": 3}
+# What may be wrong with given (…) elements: a phrase with a place for the value that shows it, these values, and where.
+Fault = tuple[str, torch.Tensor, torch.Tensor]
 
 
 def rotation_vector_to_matrix(vectors: torch.Tensor) -> torch.Tensor:
@@ -132,11 +134,9 @@ def quaternion_to_rotation_vector(quaternions: torch.Tensor, order: str) -> torc
     _check_order(order)
     _check_values("quaternions", quaternions, (4,))
     largest = quaternions.detach().abs().amax(-1, keepdim=True)  # (…, 1)
-    if not values_are_unknown(quaternions) and not largest.all():
-        raise ValueError(
-            f"{int((largest == 0).sum())} of {largest.numel()} quaternions are zero, which is not a rotation; accepted "
-            "is any other length."
-        )
+    if not values_are_unknown(quaternions):
+        is_zero = largest.squeeze(-1) == 0
+        refuse("quaternions", "a rotation", ("it is zero, {}; accepted is any other length", quaternions, is_zero))
     # Squares of small numbers would be zero.
     quaternions = quaternions / largest
     real = REAL_PART[order]
@@ -152,11 +152,7 @@ def check_rotation_matrices(matrices: torch.Tensor) -> None:
     """
     _check_values("rotation matrices", matrices, (3, 3))
     if not values_are_unknown(matrices):
-        refuse_matrices("matrices", "a rotation", *rotation_faults(matrices.detach()))
-
-
-# What is wrong with matrices: a sentence with a place for the measure of one, the measures of all, and who has it.
-Fault = tuple[str, torch.Tensor, torch.Tensor]
+        refuse("matrices", "a rotation", *rotation_faults(matrices.detach()))
 
 
 def rotation_faults(matrices: torch.Tensor) -> list[Fault]:
@@ -172,16 +168,16 @@ def rotation_faults(matrices: torch.Tensor) -> list[Fault]:
     ]
 
 
-def refuse_matrices(name: str, accepted: str, *faults: Fault) -> None:
-    """Raises `ValueError` if any matrix has a fault, with the index of the first one and its first fault."""
+def refuse(name: str, accepted: str, *faults: Fault) -> None:
+    """Raises `ValueError` if any element has a fault, with the index of the first one and its first fault."""
     refused = torch.stack([present for _, _, present in faults]).any(0)  # (…)
     if not refused.any():
         return
     index = tuple(refused.nonzero()[0].tolist())
-    reason, measured = next((reason, measured[index]) for reason, measured, present in faults if present[index])
+    phrase, value = next((phrase, values[index]) for phrase, values, present in faults if present[index])
     raise ValueError(
-        f"{name}[{', '.join(map(str, index)) or '…'}] is not {accepted}: {reason.format(measured.tolist())}. "
-        f"{int(refused.sum())} of {refused.numel()} matrices are refused."
+        f"{name}[{', '.join(map(str, index)) or '…'}] is not {accepted}: {phrase.format(value.tolist())}. "
+        f"{int(refused.sum())} of {refused.numel()} are refused."
     )
 
 

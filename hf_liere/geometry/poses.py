@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..models.fast.dispatch import values_are_unknown
-from .orientations import TOLERANCE, refuse_matrices, rotation_faults
+from .orientations import TOLERANCE, refuse, rotation_faults
 
 
 def relative_poses(poses: torch.Tensor, reference: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -65,7 +65,7 @@ def check_poses(name: str, poses: torch.Tensor) -> None:
     matrices = poses.detach().double() if poses.device.type != "mps" else poses.detach()
     last = matrices[..., 3, :]  # (…, 4)
     differs = (last - last.new_tensor([0, 0, 0, 1])).abs().amax(dim=-1) > TOLERANCE  # (…,)
-    refuse_matrices(
+    refuse(
         name,
         "a pose [[R, t], [0, 1]] from camera to world",
         ("it contains values that are not finite: {}", matrices, ~matrices.isfinite().all(-1).all(-1)),
@@ -82,7 +82,7 @@ def check_intrinsics(intrinsics: torch.Tensor) -> None:
     zeros = (given[..., 1, 0] == 0) & (given[..., 2, :2] == 0).all(-1) & (given[..., 2, 2] == 1)
     accepted = zeros & (given[..., 0, 0] != 0) & (given[..., 1, 1] != 0) & given.isfinite().all(-1).all(-1)
     wanted = "finite [[f_x, s, c_x], [0, f_y, c_y], [0, 0, 1]] with f_x and f_y that are not 0"
-    refuse_matrices("intrinsics", wanted, ("it is {}", given, ~accepted))
+    refuse("intrinsics", wanted, ("it is {}", given, ~accepted))
 
 
 def _homogeneous(rotation: torch.Tensor, translation: torch.Tensor) -> torch.Tensor:
