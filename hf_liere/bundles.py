@@ -14,10 +14,14 @@ from .version import __version__
 HEAD = f"{MARK}{__version__}; `pip install .` in a clone of it adds fast kernels and all encodings.\n"
 PACKAGE = MODELS.parent
 GUIDE = """
-# How a token is rotated, in the order of a forward pass; the rest computes this fast, with gradients, and saves it:
+# How a token is rotated, in the order of a forward pass; the rest computes this fast, with gradients, and saves it.
+# Definitions come before their use: read from the end upwards.
 #
-#     LieREPixelModel.forward   cuts the image into patches; place_input gives each of the N tokens its coordinates p
-#     RotaryEncoding.forward    R(p) = exp(Σ_a p_a A_a) for all layers at once; skew makes the A_a from the parameters
+#     LieREPixelModel.forward   cuts the image into patches; place_input gives each of the N tokens its coordinates p,
+#                               those of a grid by GridFacts.coordinates
+#     RotaryEncoding.forward    R(p) = exp(Σ_a p_a A_a) for all layers at once: layer_rotations (LieRE has its own)
+#                               makes the A_a from the parameters by skew, and calls layer_block_rotations or planes;
+#                               RotationCache keeps R(p) of recent grids in inference
 #     LieREAttention.forward    q ← R(p) q and k ← R(p) k, by BlockRotation.rotate or PlaneRotation.rotate
 #
 # In plain PyTorch, for one layer (A axes, H heads, K blocks of size b in a head):

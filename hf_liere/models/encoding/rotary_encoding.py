@@ -96,7 +96,7 @@ class RotaryEncoding(GeneratorParameters):
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
-        """The rotations that `forward` returns, for some or all layers, in the form that attention applies fastest."""
+        """What `forward` returns, for some or all layers, in the form that attention applies fastest; see LieRE's."""
         placed = positions.locate()
         return self.rotations_from(placed, self.entries(placed.coordinates.device)[:, layers], dtype)
 
@@ -108,9 +108,9 @@ class RotaryEncoding(GeneratorParameters):
             planes = self.planes(positions, entries.squeeze(-1))  # (1 or B, H, N, planes, 2) per layer
             return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
         coordinates, rotation_dtype = self.working_coordinates(positions), self.rotation_dtype  # (B · N, A)
-        generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
+        matrices = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
         # (B · N, H · blocks, b, b) per layer
-        rotations = layer_block_rotations(coordinates, generators, rotation_dtype, rays, dtype)
+        rotations = layer_block_rotations(coordinates, matrices, rotation_dtype, rays, dtype)
         heads = entries.shape[2]
         return self.repeat_for_layers([BlockRotation(self.to_tokens(layer, positions, heads)) for layer in rotations])
 
@@ -160,7 +160,7 @@ class LieRE(RotaryEncoding):
     in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
 
     Attributes:
-        generators: Entries of the A_a below the diagonal, (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D:
+        generators: Entries of the A_a as [`skew`] takes them, (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B:
             9,216 / 27,648 / 64,512 / 138,240 / 285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
     """
 
@@ -168,7 +168,7 @@ class LieRE(RotaryEncoding):
         super().__init__(config, num_axes)
         shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
         self.generators = self.new_parameter(*shape)
-        # Set by `accumulate_rotations`.
+        # Set by `accumulate_rotations`, which the code of a checkpoint lacks.
         self.rotation_sums = None
 
     def entries(self, device: torch.device) -> torch.Tensor:

@@ -34,15 +34,15 @@ class _Entry(NamedTuple):
 
 class RotationCache:
     """
-    Rotations of the grids that an encoding was last called with while gradients were off. Copies start empty, and the
-    cache is not saved.
+    Rotations of the grids that an encoding in evaluation mode was last called with while gradients were off; those
+    stored first go first. Copies start empty, and the cache is not saved.
 
     It compares values, not versions of tensors, so any change of a generator computes the rotations again. It compares
     the encoding's `sources`, because replicas of `DataParallel` have no `parameters()`.
     """
 
     def __init__(self):
-        self.entries: OrderedDict[tuple, _Entry] = OrderedDict()
+        self.stored: OrderedDict[tuple, _Entry] = OrderedDict()
         self.lock = threading.Lock()
 
     def __deepcopy__(self, memo) -> "RotationCache":
@@ -53,7 +53,7 @@ class RotationCache:
 
     def clear(self) -> None:
         with self.lock:
-            self.entries.clear()
+            self.stored.clear()
 
     def rotations(
         self, encoding, positions: TokenPositions, dtype: torch.dtype | None, layers: slice
@@ -71,7 +71,7 @@ class RotationCache:
         rotations = self.find(key, sources)
         if rotations is None:
             rotations = encoding.layer_rotations(positions, dtype, layers)
-            # Above a bound this is a generator, which computes layer by layer.
+            # Above a bound they are computed layer by layer, when they are needed.
             if isinstance(rotations, list):
                 self.store(key, sources, rotations)
         return rotations
@@ -79,16 +79,16 @@ class RotationCache:
     def find(self, key: tuple, sources: tuple[torch.Tensor, ...]) -> list[Rotation] | None:
         """What was stored by this key, if it was computed from sources of these values."""
         with self.lock:
-            entry = self.entries.get(key)
+            entry = self.stored.get(key)
         return entry.rotations if entry is not None and entry.fits(sources) else None
 
     def store(self, key: tuple, sources: tuple[torch.Tensor, ...], rotations: list[Rotation]) -> None:
         """Keep rotations, and of those stored before as many as there is room for, the newest."""
         entry = _Entry(tuple(source.clone() for source in sources), rotations)
         with self.lock:
-            self.entries.pop(key, None)
+            self.stored.pop(key, None)
             room = CACHE_BYTES - entry.num_bytes()
-            while self.entries and sum(stored.num_bytes() for stored in self.entries.values()) > room:
-                self.entries.popitem(last=False)
+            while self.stored and sum(each.num_bytes() for each in self.stored.values()) > room:
+                self.stored.popitem(last=False)
             if room >= 0:
-                self.entries[key] = entry
+                self.stored[key] = entry

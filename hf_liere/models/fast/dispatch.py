@@ -23,7 +23,7 @@ NAMESPACE = "hf_liere" if __name__.startswith("hf_liere.") else re.sub(r"\W", "_
 KNOWS_EXPORT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > (2, 9)
 # Operator → the function that computes it.
 plain_functions: dict[Callable, Callable] = {}
-# Device type → its backend, see `register_backend`.
+# Device type → its backend, see `register_backend`; none in the code of a checkpoint.
 _BACKENDS: dict[str, ModuleType] = {}
 # Cases that a backend takes. Refusals are not kept: one that is due to a CUDA graph capture ends with the capture.
 _accepted: set[tuple] = set()
@@ -132,8 +132,9 @@ def operator(
     reads_values: bool = False,
 ) -> Callable:
     """
-    Decorator that makes a function the operator `hf_liere::name` of torch. It takes positional arguments, computes in
-    their types with or without autocast, and is called for one element after the other by `torch.func.vmap`.
+    Decorator that makes a function the operator `hf_liere::name` of torch: calls run the function, with gradients and
+    in graphs. It takes positional arguments, computes in their types with or without autocast, and is called for one
+    element after the other by `torch.func.vmap`.
 
     Args:
         schema: Arguments and results, as `torch.library.custom_op` takes them.

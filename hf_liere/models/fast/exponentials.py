@@ -39,8 +39,8 @@ def exponentiate(
         if not values_are_unknown(positions, squarings):
             tokens = ray_tokens(grid, num_prefix_tokens, centred, len(positions)).indices  # (rays, longest ray)
             saved = int(num_saved(ray_squarings(tokens, squarings)).sum())
-    place = squarings, grid, num_prefix_tokens, centred
-    *rotations, _ = _block_rotations(positions, generators, *place, saved, dtype, query_dtype or dtype)
+    arguments = squarings, grid, num_prefix_tokens, centred
+    *rotations, _ = _block_rotations(positions, generators, *arguments, saved, dtype, query_dtype or dtype)
     return rotations
 
 
@@ -56,14 +56,14 @@ def _squarings(positions, generators):
 
 
 def _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, centred, saved, dtype, query_dtype):
-    _, groups, blocks, size, _ = generators.shape
-    shapes = [*[(positions.shape[0], blocks, size, size)] * groups, (groups, saved, blocks, size, size)]
+    _, layers, blocks, size, _ = generators.shape
+    shapes = [*[(positions.shape[0], blocks, size, size)] * layers, (layers, saved, blocks, size, size)]
     return [positions.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 def _save_results(ctx, inputs, output):
-    positions, generators, squarings, *place = inputs
-    ctx.place = place[:3]
+    positions, generators, squarings, *others = inputs
+    ctx.rays = others[:3]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(positions, generators, squarings, *output)
 
@@ -72,7 +72,7 @@ def _gradients(ctx, *gradients):
     positions, generators, squarings, *results = ctx.saved_tensors
     gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients[:-1], results)]
     needs_positions = ctx.needs_input_grad[0]
-    return block_rotations_backward(positions, generators, squarings, *ctx.place, results, gradients, needs_positions)
+    return block_rotations_backward(positions, generators, squarings, *ctx.rays, results, gradients, needs_positions)
 
 
 @operator(

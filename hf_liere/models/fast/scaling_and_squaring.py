@@ -206,8 +206,8 @@ def ray_rotations(
     exp(Σ_a p_a A_a) of every token.
 
     Args:
-        positions: (P, A) in the working type.
-        generators: (A, G, K, b, b).
+        positions: (P, A) in the working type, of P tokens.
+        generators: (A, G, K, b, b), of G layers and K blocks.
         rays: The tokens at positions other than zero, or those that the others mirror.
         squarings: (rays,), how often each ray's first rotation is squared.
         squares: (G, saved, K, b, b) for every `SAVE_INTERVAL`-th square, those of a ray from `first_square` on; it is
@@ -216,28 +216,29 @@ def ray_rotations(
         dtypes: See [`product_dtypes`].
 
     Returns:
-        For each of the G groups (P, K, b, b).
+        For each of the G layers (P, K, b, b).
     """
     if backend := find_exponential_backend("block_rotations", positions, generators, generators.shape[-1], dtype):
         return backend.block_rotations(positions.to(dtypes[0]), generators, rays, squarings, squares, dtype)
-    _, groups, blocks, size, _ = generators.shape
+    _, layers, blocks, size, _ = generators.shape
     # Tokens at the origin are on no ray: their rotation stays the identity.
     identity = torch.eye(size, dtype=dtype, device=positions.device).expand(len(positions), blocks, size, size)
     # `clone` copies even where nothing is repeated.
-    rotations = tuple(identity.clone(memory_format=torch.contiguous_format) for _ in range(groups))
+    rotations = tuple(identity.clone(memory_format=torch.contiguous_format) for _ in range(layers))
     memory, spare = (torch.empty(0, dtype=dtype, device=positions.device) for dtype in dtypes)
-    places = first_square(squarings).to(positions.device)  # (rays,)
+    first_saved = first_square(squarings).to(positions.device)  # (rays,)
     chunks = split_rays(rays.indices, squarings, generators[0, 0].numel(), positions.device)
-    for group, chunk in itertools.product(range(groups), chunks):
-        exponents = _exponents(positions[chunk.multiples[0]], generators[:, group], chunk.squarings)  # (rays · K, b, b)
+    for layer, chunk in itertools.product(range(layers), chunks):
+        exponents = _exponents(positions[chunk.multiples[0]], generators[:, layer], chunk.squarings)  # (rays · K, b, b)
         # Buffers are reused: small products spend most of their time on allocations.
         if spare.shape != exponents.shape:
             memory, spare = memory.new_empty(9, *exponents.shape), spare.new_empty(exponents.shape)
+        # exp(2⁻ˢX), s squarings, then its multiples along each ray.
         square, other = _exponential(exponents.to(memory.dtype), memory).to(spare.dtype), spare
         for squaring in range(chunk.squarings):
             if squaring % SAVE_INTERVAL == 0 and squares is not None:
                 saved = square.view(-1, blocks, size, size).to(squares.dtype)
-                squares[group].index_copy_(0, places[chunk.rays] + squaring // SAVE_INTERVAL, saved)
+                squares[layer].index_copy_(0, first_saved[chunk.rays] + squaring // SAVE_INTERVAL, saved)
             square, other = torch.bmm(square, square, out=other), square
         first = rotation = square.view(-1, blocks, size, size)  # (rays, K, b, b)
         step = rotation_of_step(first, chunk, rays.step)
@@ -245,9 +246,9 @@ def ray_rotations(
             if number:
                 rotation = rotation[: len(multiple)] @ step[: len(multiple)]
             result = rotation.to(dtype)
-            rotations[group].index_copy_(0, multiple, result)
+            rotations[layer].index_copy_(0, multiple, result)
             if rays.mirror >= 0:
-                rotations[group].index_copy_(0, rays.mirror - multiple, result.transpose(-1, -2))
+                rotations[layer].index_copy_(0, rays.mirror - multiple, result.transpose(-1, -2))
     return rotations
 
 

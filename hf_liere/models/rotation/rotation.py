@@ -170,6 +170,7 @@ class BlockRotation(NamedTuple):
     basis: None = None
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """R(p) q and R(p) k, (B, H, N, D) each."""
         if in_portable_graph():
             rotated = multiply_blocks(drop_empty_key(query, key), self.blocks)  # (B, H, N, D) each
             return restore_empty_key(rotated, key)

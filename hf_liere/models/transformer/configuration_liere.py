@@ -150,7 +150,8 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     @property
     def prefix(self) -> tuple[int, float]:
         """Number of class and register tokens, and their coordinate on every axis; at zero they are not rotated."""
-        return self.num_prefix_tokens, rotated_prefix(self, self.prefix_coordinate) if self.places_prefix else 0.0
+        coordinate = rotated_prefix(self, self.prefix_coordinate) if self.places_prefix else 0.0
+        return self.num_prefix_tokens, coordinate
 
     @property
     def pooled_size(self) -> int:

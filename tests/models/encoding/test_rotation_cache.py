@@ -117,14 +117,14 @@ def test_nothing_is_stored_beyond_inference(tiny, computed):
         model.train()(pixels)
         given = torch.rand(16, 2)
         model.eval()(pixels, positions=given)
-    assert not model.rotary_encoding.cache.entries and len(computed) == 3
+    assert not model.rotary_encoding.cache.stored and len(computed) == 3
 
 
 def test_memory_is_bounded(tiny, computed, monkeypatch):
     """The grid that was stored first goes first; one that is too large by itself is never stored."""
     model = build(tiny, "liere")
     images = [torch.randn(1, 3, size, size) for size in (16, 24, 32)]
-    entries = model.rotary_encoding.cache.entries
+    entries = model.rotary_encoding.cache.stored
     with torch.no_grad():
         for pixels in images:
             model(pixels)
@@ -147,9 +147,9 @@ def test_copies_and_files_are_without_it(tiny, tmp_path):
     names = set(model.state_dict())
     with torch.no_grad():
         expected = model(pixels).last_hidden_state
-    assert set(model.state_dict()) == names and model.rotary_encoding.cache.entries
+    assert set(model.state_dict()) == names and model.rotary_encoding.cache.stored
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not other.rotary_encoding.cache.entries
+        assert not other.rotary_encoding.cache.stored
         assert torch.equal(other(pixels).last_hidden_state, expected)
 
 
