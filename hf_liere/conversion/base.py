@@ -1,8 +1,6 @@
 """
-Shared by all sources: checked access to a checkpoint's tensors, and the base class of each kind of source.
-
-A [`Source`] takes every tensor that it knows from a [`SourceTensors`], which checks its shape, and collects the parts
-of our model. `checkpoints.py` documents the options of each source.
+The base class of each kind of source: it takes every tensor that it knows, checks its shape, and collects the parts of
+our model.
 """
 
 import dataclasses
@@ -20,15 +18,47 @@ class ConversionError(InputError):
     """The checkpoint cannot be converted, or an option is invalid; the message has the reason."""
 
 
-class SourceTensors:
-    """A state dict that records which of its tensors were used and checks their shapes."""
+@dataclass
+class Source:
+    """
+    A checkpoint of one kind. The fields of a subclass are its options, annotated with the types that they accept.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self.tensors = dict(tensors)
-        self.taken: set[str] = set()
+    Attributes:
+        tensors: The tensors of the checkpoint.
+        taken: Names of those that were used.
+        patch: Extents of a patch, one for each axis.
+        fields: Fields of the configuration.
+        encoder: Tensors of the encoder, under our names.
+        head: Tensors of the classifier, likewise; empty without one.
+        ignored: Names of official tensors that do not affect the outputs kept here.
+    """
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.tensors
+    tensors: Mapping[str, torch.Tensor]
+    taken: set[str] = field(init=False, default_factory=set)
+    patch: tuple[int, ...] = field(init=False, default=())
+    fields: dict = field(init=False, default_factory=dict)
+    encoder: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    head: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    ignored: list[str] = field(init=False, default_factory=list)
+
+    @property
+    def head_dim(self) -> int:
+        return self.fields["hidden_size"] // self.fields["num_attention_heads"]
+
+    def convert(self) -> None:
+        """Fill all fields except `tensors`. Raises [`ConversionError`] for inconsistent tensors and options."""
+        raise NotImplementedError
+
+    @classmethod
+    def options(cls) -> dict[str, object]:
+        """Types of the options by name."""
+        own = {entry.name for entry in dataclasses.fields(Source)}
+        return {entry.name: entry.type for entry in dataclasses.fields(cls) if entry.name not in own}
+
+    @classmethod
+    def stated_options(cls, source_config: Mapping) -> dict:
+        """The options in the `config.json` beside a checkpoint; by default their names are the same there."""
+        return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
 
     def take(self, key: str, *shape: int | None) -> torch.Tensor:
         """The tensor under `key`; `None` in `shape` stands for any size."""
@@ -58,53 +88,12 @@ class SourceTensors:
             raise ConversionError(f"The checkpoint has layers up to {max(layers)}, but none of {missing}.")
         return len(layers)
 
-    def finish(self) -> None:
+    def require_all_taken(self) -> None:
         if unknown := sorted(set(self.tensors) - self.taken):
             raise ConversionError(
                 f"The checkpoint contains {len(unknown)} tensors unknown to this kind of model: "
                 f"{', '.join(unknown[:5])} …"
             )
-
-
-@dataclass
-class Source:
-    """
-    A checkpoint of one kind. The fields of a subclass are its options, annotated with the types that they accept.
-
-    Attributes:
-        tensors: The tensors of the checkpoint.
-        patch: Extents of a patch, one for each axis.
-        fields: Fields of the configuration.
-        encoder: Tensors of the encoder, under our names.
-        head: Tensors of the classifier, likewise; empty without one.
-        ignored: Names of official tensors that do not affect the outputs kept here.
-    """
-
-    tensors: SourceTensors
-    patch: tuple[int, ...] = field(init=False, default=())
-    fields: dict = field(init=False, default_factory=dict)
-    encoder: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
-    head: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
-    ignored: list[str] = field(init=False, default_factory=list)
-
-    @property
-    def head_dim(self) -> int:
-        return self.fields["hidden_size"] // self.fields["num_attention_heads"]
-
-    def convert(self) -> None:
-        """Fill all fields except `tensors`. Raises [`ConversionError`] for inconsistent tensors and options."""
-        raise NotImplementedError
-
-    @classmethod
-    def options(cls) -> dict[str, object]:
-        """Types of the options by name."""
-        own = {entry.name for entry in dataclasses.fields(Source)}
-        return {entry.name: entry.type for entry in dataclasses.fields(cls) if entry.name not in own}
-
-    @classmethod
-    def stated_options(cls, source_config: Mapping) -> dict:
-        """The options in the `config.json` beside a checkpoint; by default their names are the same there."""
-        return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
 
     def require_planes(self) -> None:
         if self.head_dim % (2 * len(self.patch)):
@@ -114,8 +103,8 @@ class Source:
 
     def take_module(self, official: str, *shape: int | None) -> dict[str, torch.Tensor]:
         """The weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
-        weight = self.tensors.take(f"{official}.weight", *shape)
-        return {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
+        weight = self.take(f"{official}.weight", *shape)
+        return {"weight": weight, "bias": self.take(f"{official}.bias", len(weight))}
 
     def put(self, ours: str, **tensors: torch.Tensor) -> None:
         self.encoder |= {f"{ours}.{name}": tensor for name, tensor in tensors.items()}
@@ -131,7 +120,7 @@ class Source:
             names: Maps our names of a layer's modules to the official names.
         """
         size = self.fields["hidden_size"]
-        width = len(self.tensors.take(f"{layer.format(0)}.{names['mlp.fc1']}.weight", None, size))
+        width = len(self.take(f"{layer.format(0)}.{names['mlp.fc1']}.weight", None, size))
         self.fields["intermediate_size"] = width
         shapes: dict[str, tuple[int, ...]] = {"layernorm_before": (size,), "layernorm_after": (size,)}
         shapes |= {"mlp.fc1": (width, size), "mlp.fc2": (size, width)}
@@ -148,7 +137,7 @@ class Source:
     def ignore(self, *names: str) -> None:
         """Name tensors, if they are there, that do not affect the outputs kept here."""
         found = [name for name in names if name in self.tensors]
-        self.tensors.taken.update(found)
+        self.taken.update(found)
         self.ignored += found
 
     def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:

@@ -55,7 +55,7 @@ from ..models.transformer.configuration_liere import LieREConfig, LieREVideoConf
 from ..models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
 from ..models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from ..models.transformer.pretrained import LieREPreTrainedModel
-from .base import ConversionError, Source, SourceTensors, require_one_of
+from .base import ConversionError, Source, require_one_of
 from .comrope import ComRoPESource
 from .liere import LieRESource
 from .naver import NaverSource
@@ -131,9 +131,9 @@ def convert_state_dict(
     from_config = options_from_config(source, source_config) if source_config else {}
     options = from_config | {name: value for name, value in options.items() if value is not None}
     require_options(source, options)
-    found = CONVERTERS[source](SourceTensors(tensors), **options)
+    found = CONVERTERS[source](tensors, **options)
     found.convert()
-    found.tensors.finish()
+    found.require_all_taken()
     fields, is_image = found.fields, len(found.patch) == 2
     if found.head:
         # The last tensor of a classifier is its output bias.

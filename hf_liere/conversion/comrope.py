@@ -58,9 +58,9 @@ class ComRoPESource(Source):
         return options
 
     def convert(self) -> None:
-        class_token = self.tensors.take(f"{self.prefix}embeddings.class_embedding", None)
+        class_token = self.take(f"{self.prefix}embeddings.class_embedding", None)
         hidden_size, table_key = len(class_token), f"{self.prefix}embeddings.position_embedding"
-        table = self.tensors.take(table_key, None, None, None, hidden_size) if table_key in self.tensors else None
+        table = self.take(table_key, None, None, None, hidden_size) if table_key in self.tensors else None
         encoding, axes, found_heads = self._encoding(table)
         self.encoder["embeddings.cls_token"] = class_token.view(1, 1, -1)
         self._copy_tower(hidden_size, axes, found_heads)
@@ -91,11 +91,11 @@ class ComRoPESource(Source):
     def _copy_tower(self, hidden_size: int, axes: int, found_heads: int | None) -> None:
         """Copy everything except class token, positions and classifier."""
         prefix = self.prefix
-        kernel = self.tensors.take(f"{prefix}embeddings.patch_embedding.weight", hidden_size, None, None, None)
+        kernel = self.take(f"{prefix}embeddings.patch_embedding.weight", hidden_size, None, None, None)
         if axes == 3:
             kernel = kernel.unsqueeze(2)
         layer = f"{prefix}encoder.layers.{{}}"
-        self.set_transformer(kernel, self.tensors.count(layer), found_heads)
+        self.set_transformer(kernel, self.count(layer), found_heads)
         self.fields |= {"use_pre_layernorm": True, "final_norm": "pooled", "pooling": "cls"}
         # CLIP's patch projection has no bias.
         self.put("embeddings.patch_embeddings.projection", weight=kernel, bias=torch.zeros(hidden_size))
@@ -113,12 +113,12 @@ class ComRoPESource(Source):
         if table is not None:
             found_axes, accepted = 3 if len(table) > 1 else None, ("raw", "none", "vanilla-rope")
         if frequencies in self.tensors:
-            found_heads, axes, *_ = self.tensors.take(frequencies, None, None, None, None, None).shape
+            found_heads, axes, *_ = self.take(frequencies, None, None, None, None, None).shape
             accepted = ("comrope-ap",)
             if axes > 1:
                 found_axes, accepted = axes, ("liere",)
             if multiplier in self.tensors:
-                found_axes, accepted = self.tensors.take(multiplier, 1, None, None, 1, 1).shape[1], ("comrope-ld",)
+                found_axes, accepted = self.take(multiplier, 1, None, None, 1, 1).shape[1], ("comrope-ld",)
         axes = number_of_axes(self.num_axes, found_axes)
         require_one_of("position_encoding", self.position_encoding, (None, *accepted))
         encoding = ENCODINGS[self.position_encoding or accepted[0]]
@@ -165,18 +165,18 @@ class ComRoPESource(Source):
         """Set the generators F − Fᵀ of all layers, and for comrope_ld the multipliers."""
         axes, depth, heads = len(self.patch), self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         encoding, any_shape = self.fields["position_encoding"], [None] * 5
-        size = self.tensors.take(self._layer_key(0, "freqs"), *any_shape).shape[-1]
+        size = self.take(self._layer_key(0, "freqs"), *any_shape).shape[-1]
         blocks = self.head_dim // size
         self.fields["block_size"] = size
         shape = (heads, axes if encoding == "liere" else 1, blocks, size, size)
-        matrices = [self.tensors.take(self._layer_key(index, "freqs"), *shape).float() for index in range(depth)]
+        matrices = [self.take(self._layer_key(index, "freqs"), *shape).float() for index in range(depth)]
         # (layers, heads, axes or 1, blocks, entries)
         entries = skew_entries(torch.stack([matrix - matrix.mT for matrix in matrices]))
         entries = entries.movedim(2, 0) / self.scale_factor if encoding == "liere" else entries.squeeze(2)
         self.encoder["rotary_encoding.generators"] = entries
         if encoding == "comrope_ld":
             shape = (1, axes, blocks, 1, 1)
-            factors = [self.tensors.take(self._layer_key(index, "multiplier"), *shape) for index in range(depth)]
+            factors = [self.take(self._layer_key(index, "multiplier"), *shape) for index in range(depth)]
             factors = torch.stack(factors).view(depth, 1, axes, blocks).float().movedim(2, 0)
             self.encoder["rotary_encoding.multipliers"] = factors.repeat(1, 1, heads, 1)
 

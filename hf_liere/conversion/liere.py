@@ -38,34 +38,34 @@ class LieRESource(Source):
     def convert(self) -> None:
         require_one_of("pooling", self.pooling, ("cls", "mean"))
         require_one_of("layer_generators", self.layer_generators, ("official", "paper"))
-        projection = self.tensors.take("to_patch_embedding.1.weight", None, None)
+        projection = self.take("to_patch_embedding.1.weight", None, None)
         hidden_size, volume = projection.shape
         axes = self._axes()
-        table = self.tensors.take("pos_embedding", 1, None, hidden_size)
+        table = self.take("pos_embedding", 1, None, hidden_size)
         self.patch = self._patch(axes, volume)
         self.set_shape(self._image(table.shape[1] - 1))
-        rows = len(self.tensors.take(f"{LAYER.format(0)}.0.fn.to_qkv.weight", None, hidden_size))
+        rows = len(self.take(f"{LAYER.format(0)}.0.fn.to_qkv.weight", None, hidden_size))
         if rows % (3 * HEAD_DIM):
             raise ConversionError(f"to_qkv has {rows} rows, not a multiple of 3 · 64: LieRE's heads are 64 wide.")
         self.fields |= HARD_WIRED | {
             "num_channels": self.num_channels,
             "hidden_size": hidden_size,
-            "num_hidden_layers": self.tensors.count(LAYER),
+            "num_hidden_layers": self.count(LAYER),
             "num_attention_heads": rows // (3 * HEAD_DIM),
             "pooling": "mean_all" if self.pooling == "mean" else "cls",
         }
         # The official linear map reads a patch pixel by pixel, with channels as the fastest axis.
         kernel = projection.view(hidden_size, *self.patch, self.num_channels).movedim(-1, 1)
-        bias = self.tensors.take("to_patch_embedding.1.bias", hidden_size)
+        bias = self.take("to_patch_embedding.1.bias", hidden_size)
         self.put("embeddings.patch_embeddings.projection", weight=kernel, bias=bias)
-        self.encoder["embeddings.cls_token"] = self.tensors.take("cls_token", 1, 1, hidden_size)
+        self.encoder["embeddings.cls_token"] = self.take("cls_token", 1, 1, hidden_size)
         self._copy_attention()
         self.copy_layers(LAYER, NAMES)
         self.copy("layernorm", "mlp_head.0", hidden_size)
         self.copy_head("mlp_head.1")
         if OFFICIAL_GENERATORS in self.tensors:
             require_one_of("position_encoding", self.position_encoding, (None, "liere", "rope_mixed"))
-            self._set_generators(self.tensors.take(OFFICIAL_GENERATORS, axes, None, None, None, None))
+            self._set_generators(self.take(OFFICIAL_GENERATORS, axes, None, None, None, None))
             self.ignore("pos_embedding")
         else:
             self._set_fixed_encoding(table)
@@ -73,7 +73,7 @@ class LieRESource(Source):
     def _axes(self) -> int:
         found = None
         if OFFICIAL_GENERATORS in self.tensors:
-            found = len(self.tensors.take(OFFICIAL_GENERATORS, None, None, None, None, None))
+            found = len(self.take(OFFICIAL_GENERATORS, None, None, None, None, None))
         elif self.num_axes is None and isinstance(self.patch_size, Iterable):
             found = len(list(self.patch_size))
         return number_of_axes(self.num_axes, found)
@@ -109,7 +109,7 @@ class LieRESource(Source):
         projected = f"{LAYER.format(0)}.0.fn.to_out.0.weight" in self.tensors or heads > 1
         for index in range(self.fields["num_hidden_layers"]):
             official, ours = f"{LAYER.format(index)}.0.fn", f"layers.{index}.attention"
-            qkv = self.tensors.take(f"{official}.to_qkv.weight", 3 * width, hidden_size)
+            qkv = self.take(f"{official}.to_qkv.weight", 3 * width, hidden_size)
             for name, weight in zip("qkv", qkv.chunk(3)):
                 self.encoder[f"{ours}.{name}_proj.weight"] = weight
             if projected or hidden_size != width:

@@ -45,11 +45,11 @@ class NaverSource(Source):
     def convert(self) -> None:
         accepted = ("mixed",) if "freqs" in self.tensors else ("axial", "absolute")
         require_one_of("position_encoding", self.position_encoding, (None, *accepted))
-        weight = self.tensors.take("patch_embed.proj.weight", None, None, None, None)
-        self.set_transformer(weight, self.tensors.count(LAYER))
+        weight = self.take("patch_embed.proj.weight", None, None, None, None)
+        self.set_transformer(weight, self.count(LAYER))
         hidden_size = self.fields["hidden_size"]
         self.copy("embeddings.patch_embeddings.projection", "patch_embed.proj", *weight.shape)
-        self.encoder["embeddings.cls_token"] = self.tensors.take("cls_token", 1, 1, hidden_size)
+        self.encoder["embeddings.cls_token"] = self.take("cls_token", 1, 1, hidden_size)
         self.copy_layers(LAYER, NAMES)
         self._copy_attention()
         self.copy("layernorm", "norm", hidden_size)
@@ -77,10 +77,10 @@ class NaverSource(Source):
         for index in range(self.fields["num_hidden_layers"]):
             official, ours = LAYER.format(index), f"layers.{index}"
             for kind, shape in kinds.items():
-                parts = self.tensors.take(f"{official}.attn.qkv.{kind}", *shape).chunk(3)
+                parts = self.take(f"{official}.attn.qkv.{kind}", *shape).chunk(3)
                 self.encoder |= {f"{ours}.attention.{name}_proj.{kind}": part for name, part in zip("qkv", parts)}
             for branch in scales:
-                scale = self.tensors.take(f"{official}.gamma_{branch}", hidden_size)
+                scale = self.take(f"{official}.gamma_{branch}", hidden_size)
                 self.encoder[f"{ours}.layer_scale{branch}.scale"] = scale
 
     def _set_table(self) -> None:
@@ -88,7 +88,7 @@ class NaverSource(Source):
         if "pos_embed" not in self.tensors:
             self.set_shape(sizes("image_size", 224 if self.image_size is None else self.image_size, 2))
             return
-        table = self.tensors.take("pos_embed", 1, None, self.fields["hidden_size"])
+        table = self.take("pos_embed", 1, None, self.fields["hidden_size"])
         self.set_shape(self.find_image(self.image_size, table.shape[1]))
         self.fields["use_absolute_position_embeddings"] = True
         self.encoder["embeddings.position_embeddings"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
@@ -96,7 +96,7 @@ class NaverSource(Source):
     def _set_mixed(self) -> None:
         layers, heads = self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         # (columns, rows), layers, planes of all heads
-        frequencies = self.tensors.take("freqs", 2, layers, self.fields["hidden_size"] // 2)
+        frequencies = self.take("freqs", 2, layers, self.fields["hidden_size"] // 2)
         self.encoder["rotary_encoding.generators"] = frequencies.flip(0).unflatten(-1, (heads, -1, 1)).float()
         self.fields |= {"position_encoding": "rope_mixed", "coordinates": "index"}
 
