@@ -6,16 +6,27 @@ our model.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import InputError
 
 
 class ConversionError(InputError):
     """The checkpoint cannot be converted, or an option is invalid; the message has the reason."""
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn the reason why a configuration or an encoding is impossible into [`ConversionError`]."""
+    try:
+        yield
+    except (StrictDataclassError, ValueError) as reason:
+        raise ConversionError(f"{what}: {str(reason).removesuffix('.')}.") from reason
 
 
 @dataclass

@@ -48,14 +48,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
 from ..models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
 from ..models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
 from ..models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from ..models.transformer.pretrained import LieREPreTrainedModel
-from .base import ConversionError, Source, require_one_of
+from .base import ConversionError, Source, refusing, require_one_of
 from .comrope import ComRoPESource
 from .liere import LieRESource
 from .naver import NaverSource
@@ -128,8 +127,11 @@ def convert_state_dict(
     tensors = _unwrap(tensors)
     source = source or detect_source(tensors)
     require_source(source)
-    from_config = options_from_config(source, source_config) if source_config else {}
-    options = from_config | {name: value for name, value in options.items() if value is not None}
+    try:
+        stated = CONVERTERS[source].stated_options(source_config or {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConversionError(f"config.json beside the checkpoint cannot be interpreted: {error}") from error
+    options = stated | {name: value for name, value in options.items() if value is not None}
     require_options(source, options)
     found = CONVERTERS[source](tensors, **options)
     found.convert()
@@ -138,10 +140,8 @@ def convert_state_dict(
     if found.head:
         # The last tensor of a classifier is its output bias.
         fields["num_labels"] = len(list(found.head.values())[-1])
-    try:
+    with refusing("No model can have the checkpoint's properties"):
         config = LieREViTConfig(**fields) if is_image else LieREVideoConfig(**fields)
-    except (StrictDataclassError, ValueError) as error:
-        raise ConversionError(f"No model can have the checkpoint's properties: {error}") from error
     if found.head:
         model_class = LieREViTForImageClassification if is_image else LieREVideoForVideoClassification
         state_dict = {f"liere.{name}": tensor for name, tensor in found.encoder.items()}
@@ -214,11 +214,3 @@ def _has_type(value: object, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
-
-
-def options_from_config(source: str, source_config: Mapping) -> dict:
-    """The options in the `config.json` beside a checkpoint; the rest of the file is not used."""
-    try:
-        return CONVERTERS[source].stated_options(source_config)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConversionError(f"config.json beside the checkpoint cannot be interpreted: {error}") from error

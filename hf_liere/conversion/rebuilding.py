@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..models.encoding.encoding_traits import ENCODING_TRAITS, TRIPLES
 from ..models.transformer.configuration_liere import LieREConfig, LieREViTConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
-from .base import ConversionError, sizes
+from .base import ConversionError, refusing, sizes
 
 
 # Blocks of three channels cannot contain the planes of another encoding.
@@ -31,10 +30,8 @@ def change_config(config: Config, changes: Mapping[str, object]) -> Config:
         raise ConversionError(
             f"folded_grids={config.folded_grids}: a folded model cannot be changed; accepted is the original model."
         )
-    try:
+    with refusing("No such model"):
         changed = type(config).from_dict({**config.to_dict(), **changes})
-    except (StrictDataclassError, ValueError) as error:
-        raise ConversionError(f"No such model: {error}") from error
     changed._attn_implementation = config._attn_implementation
     return changed
 
@@ -77,11 +74,10 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
     height, width = sizes("image_size", tuple(image_size) if isinstance(image_size, list) else image_size, 2)
     config = change_config(old, {"image_size": height if height == width else [height, width]})
     encoder, prefix = find_encoder(model)
-    try:
+    with refusing("No such model"):
         table = encoder.embeddings.patch_table(config.train_grid, None)
-    except ValueError as error:
-        raise ConversionError(f"No such model: {error}") from error
-    ratios = [_coordinate_ratio(old.coordinates, *axis) for axis in zip(config.train_grid, old.train_grid)]
+    power = {"train_grid": 1, "centred_grid": 1, "train_index": -1}.get(str(old.coordinates), 0)
+    ratios = [(size / trained) ** power for size, trained in zip(config.train_grid, old.train_grid)]
     state_dict = dict(model.state_dict())
     if table is not None:
         name = f"{prefix}embeddings.position_embeddings"
@@ -92,12 +88,6 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
         for name, tensor in encoder.rotary_encoding.scale_generators(torch.tensor(ratios)).items():
             state_dict[f"{prefix}rotary_encoding.{name}"] = tensor
     return rebuild(model, config, state_dict)
-
-
-def _coordinate_ratio(coordinates: str | None, size: int, trained: int) -> float:
-    """Coordinates of `size` patches on an axis trained with `trained`, divided by those if trained with `size`."""
-    factors = dict.fromkeys(("train_grid", "centred_grid"), size / trained) | {"train_index": trained / size}
-    return factors.get(str(coordinates), 1.0)
 
 
 def _check_scalable(config: LieREConfig) -> None:

@@ -28,8 +28,7 @@ without learned rotations. From Spherical RoPE and the LieRE product, which are 
 only while their generators commute.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
@@ -49,7 +48,7 @@ from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
-from .base import ConversionError
+from .base import ConversionError, refusing
 from .rebuilding import LEARNED_ENCODINGS, change_config, find_encoder, rebuild
 
 
@@ -107,8 +106,7 @@ def upgrade_encoding(
     parameters, bases = _upgrade_parameters(encoder.rotary_encoding, model.config, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
     device = next(model.parameters()).device
-    for name, tensor in parameters.items():
-        state_dict[f"{prefix}rotary_encoding.{name}"] = tensor.float().to(device)
+    state_dict |= {f"{prefix}rotary_encoding.{name}": tensor.float().to(device) for name, tensor in parameters.items()}
     upgraded = rebuild(model, config, state_dict)
     if bases is not None:
         for index, layer in enumerate(find_encoder(upgraded)[0].layers):
@@ -177,9 +175,10 @@ def _upgrade_parameters(
             if (matrices - first).norm() > ROUNDING * matrices.norm():
                 raise ConversionError(f"{name}=True: different generators cannot become one set.")
             matrices = first
+    refusal = f"No exact upgrade to {new.position_encoding}"
     try:
         entries = _embed_blocks(matrices, old, target)
-        with _as_refusals(target):
+        with refusing(refusal):
             return target.parameters_for_entries(entries.expand(-1, target.layers, target.heads, -1, -1)), None
     except ConversionError as reason:
         planes = find_common_planes(matrices)
@@ -190,7 +189,7 @@ def _upgrade_parameters(
             ) from None
     frequencies, bases = _join_blocks(planes.frequencies, planes.basis, target.config.head_dim)
     frequencies, bases = _move_planes(frequencies, bases, target)
-    with _as_refusals(target):
+    with refusing(refusal):
         return target.parameters_for_planes(frequencies.expand(-1, target.layers, target.heads, -1)), bases
 
 
@@ -322,25 +321,11 @@ def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | 
         ]
     groups: list[list[int]] = []
     for plane in rotated:
-        # The cosine of a small angle differs from 1 by about its square. A plane may also rotate the other way.
-        alike = [
-            group
-            for group in groups
-            if 1 - (directions[:, group[0]] @ directions[:, plane]).abs().item() <= ROUNDING**2
-        ]
-        if alike:
-            alike[0].append(plane)
+        for group in groups:
+            # The cosine of a small angle differs from 1 by about its square. A plane may also rotate the other way.
+            if 1 - (directions[:, group[0]] @ directions[:, plane]).abs().item() <= ROUNDING**2:
+                group.append(plane)
+                break
         else:
             groups.append([plane])
     return [(None, group) for group in groups]
-
-
-@contextmanager
-def _as_refusals(target: RotaryEncoding) -> Iterator[None]:
-    """Why an encoding has no such parameters, as a `ConversionError`."""
-    try:
-        yield
-    except ConversionError:
-        raise
-    except ValueError as reason:
-        raise ConversionError(f"No exact upgrade to {target.config.position_encoding}: {reason}.") from None
