@@ -17,29 +17,50 @@ from typing import Any, NoReturn, TypeAlias
 
 UPGRADED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld", "cayley_string", "circulant_string")
 UPGRADED_ENCODINGS += ("liere_product",)
-# For each option of `convert`, the kinds of source that take it and the values that each accepts.
+# For each option of `convert`, the kinds of source that take it, the values that each accepts and, in parentheses, what
+# holds without it.
 CONVERT_OPTIONS = {
-    "axis_scale": "comrope: true or false",
-    "cls_position": "comrope: a number",
-    "hidden_act": "comrope, naver: an activation of transformers, such as gelu or quick_gelu",
-    "image_size": "liere, comrope, naver: a number, or a list of one for each axis",
-    "layer_generators": "liere: official or paper",
-    "layer_norm_eps": "comrope, naver: a positive number",
-    "num_attention_heads": "comrope, naver: a number that divides the width",
-    "num_axes": "liere, comrope: 2 (images) or 3 (volumes, videos)",
-    "num_channels": "liere: a number",
-    "num_frames": "comrope: a number",
-    "patch_size": "liere: a number, or a list of one for each axis",
-    "pooling": "liere: cls or mean",
-    "position_encoding": (
-        "liere: liere, rope_mixed, absolute or visionllama; "
-        "comrope: liere, comrope-ap, comrope-ld, vanilla-rope, raw or none; "
-        "naver: mixed, axial or absolute"
+    "axis_scale": "comrope: true or false (true)",
+    "cls_position": "comrope: a number (0.5)",
+    "hidden_act": "comrope: an activation of transformers (quick_gelu); naver: likewise (gelu)",
+    "image_size": (
+        "liere: a number, or a list of one for each axis (a square that fits the table, required for volumes); "
+        "comrope: a number (from the table, else 14 patches); "
+        "naver: a number, or height and width (a square that fits the table, else 224)"
     ),
-    "rope_theta": "naver: a positive number",
-    "scale_factor": "comrope: a number",
-    "theta_base": "comrope: a positive number",
+    "layer_generators": "liere: official or paper (official)",
+    "layer_norm_eps": "comrope: a positive number (1e-05); naver: likewise (1e-06)",
+    "num_attention_heads": (
+        "comrope: a number that divides the width (from the generators, else heads of 64 channels); "
+        "naver: likewise (heads of 64 channels)"
+    ),
+    "num_axes": "liere, comrope: 2 for images, 3 for volumes and videos (from the shapes, else 2)",
+    "num_channels": "liere: a number (3)",
+    "num_frames": "comrope: a number (from the table, else 8)",
+    "patch_size": "liere: a number, or a list of one for each axis (a square, required for volumes)",
+    "pooling": "liere: cls or mean (cls)",
+    "position_encoding": (
+        "liere: liere, rope_mixed, absolute or visionllama (from the generators and the table); "
+        "comrope: liere, comrope-ap, comrope-ld, vanilla-rope, raw or none (from the shapes, else raw or none); "
+        "naver: mixed, axial or absolute (mixed with frequencies, else axial)"
+    ),
+    "rope_theta": "naver: a positive number (100.0)",
+    "scale_factor": "comrope: a number (1.0)",
+    "theta_base": "comrope: a positive number (that of the paper, 10000^(-2A/head_dim))",
 }
+KNOWN_REPOSITORIES = """\
+Formats and options follow the authors' code; none of these files was downloaded here. SIZE is small, base or large.
+
+naver-ai/deit_SIZE_patch16_LS                --source naver --position_encoding absolute  learned table
+naver-ai/rope_axial_deit_SIZE_patch16_LS     --source naver --position_encoding axial     Axial RoPE
+naver-ai/rope_axial_ape_deit_SIZE_patch16_LS --source naver --position_encoding axial     Axial RoPE and learned table
+naver-ai/rope_mixed_deit_SIZE_patch16_LS                                                  RoPE-Mixed
+naver-ai/rope_mixed_ape_deit_SIZE_patch16_LS                                              RoPE-Mixed and learned table
+
+Collections:
+SophieOstmeier/liere-checkpoints-689bb8433a96b4adbc1876cb (LieRE's authors; give --position_encoding, and for volumes
+--patch_size and --image_size)
+naver-ai/rope-vit-670e367fa2d547b705335153 (RoPE-ViT's authors; the repositories above)"""
 
 
 def parse_value(text: str) -> Any:
@@ -97,9 +118,8 @@ TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its mode
 @command(
     "convert an official checkpoint to a directory that from_pretrained reads",
     "Convert a checkpoint of the authors of LieRE, ComRoPE or rope-vit. The options supply what the tensor shapes do "
-    "not determine; their defaults are in the documentation of hf_liere.conversion.checkpoints. No code of the "
-    "checkpoint runs. Models of transformers and timm, such as CLIP, are not converted: hf_liere.patch gives them "
-    "learned rotations.",
+    "not determine; what holds without them is in parentheses. No code of the checkpoint runs. Models of transformers "
+    "and timm, such as CLIP, are not converted: hf_liere.patch gives them learned rotations.",
     argument("checkpoint", "file, directory or repository on the Hub", nargs="?"),
     argument("output", NEW_DIRECTORY, nargs="?"),
     argument("--list", "print known repositories with their options", action="store_true", dest="lists"),
@@ -112,8 +132,6 @@ TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its mode
 )
 def run_convert(checkpoint: str | None = None, output: str | None = None, lists: bool = False, **options: Any) -> str:
     if lists:
-        from .conversion.known import KNOWN_REPOSITORIES
-
         return KNOWN_REPOSITORIES
     if checkpoint is None or output is None:
         raise ValueError("accepted are a checkpoint and the directory to write, or --list.")

@@ -62,7 +62,11 @@ def test_convert_declares_the_options_that_the_converters_take():
     }
     for source in checkpoints.SOURCES:
         declared = [name for name in kinds if source in kinds[name]]
-        assert declared == sorted(checkpoints.CONVERTERS[source].options())
+        converter = checkpoints.CONVERTERS[source]
+        assert declared == sorted(converter.options())
+        for name in declared:
+            default = getattr(converter, name)
+            assert default is None or f"({str(default).lower()})" in CONVERT_OPTIONS[name]
     assert set().union(*kinds.values()) == set(checkpoints.SOURCES)
 
 
@@ -70,7 +74,8 @@ def test_help_names_every_option_and_what_it_accepts(capsys):
     with pytest.raises(SystemExit):
         main(["convert", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--layer_generators VALUE liere: official or paper" in text and "naver: mixed, axial or absolute" in text
+    assert "--layer_generators VALUE liere: official or paper (official)" in text
+    assert "naver: mixed, axial or absolute" in text
 
 
 LAUNCHED = """

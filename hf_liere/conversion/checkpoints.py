@@ -11,23 +11,9 @@ row gets a row of zeros.
 
 Models of transformers and timm are not converted: `hf_liere.patch` gives them learned rotations as what they are.
 
-**Options** supply what the shapes do not determine (defaults in parentheses); the source's `config.json` may contain
-them:
-
-- `liere`: `position_encoding` (without generators `absolute`, or `visionllama` if the table is all zeros), `pooling`
-  (`cls`; `mean`), `num_channels` (3), `num_axes` (from the generators, else 2), `patch_size` and `image_size` (square
-  ones from the shapes for images, required for volumes), `layer_generators` (`official`; `paper`).
-- `comrope`: `position_encoding` (from the shapes; without generators `raw` if there is a table, else `none`;
-  `vanilla-rope` must be given), `num_axes` (from the shapes, else 2), `num_attention_heads` (from the generators, else
-  heads of 64 channels), `image_size` (from the table, else 14 patches), `num_frames` (from the table, else 8),
-  `theta_base` (the paper's 10000^(−2A/head_dim)), `scale_factor` (1), `axis_scale` (`True`), `cls_position` (½),
-  `hidden_act` (`quick_gelu`), `layer_norm_eps` (1e-5).
-- `naver` (rope-vit): `position_encoding` (`mixed` with frequencies, else `axial`; `absolute` must be given),
-  `num_attention_heads` (heads of 64 channels), `rope_theta` (100), `image_size` (square from the table, else 224),
-  `hidden_act` (`gelu`), `layer_norm_eps` (1e-6). Without frequencies the kind must be given, because timm's ViTs have
-  the same names.
-
-**Known repositories** with their options are in `known.py`, printed by `hf-liere convert --list`.
+**Options** supply what the shapes do not determine; the source's `config.json` may contain them. `hf-liere convert
+--help` prints them with their defaults, and `hf-liere convert --list` known repositories with theirs. The kind `naver`
+must be given where there are no frequencies, because timm's ViTs have the same names.
 
 **LieRE's layers.** The paper describes separate generators for every layer, and the official checkpoints contain one
 set per layer. The official forward pass, however, uses the first set in every layer; the other sets receive no gradient
@@ -118,7 +104,7 @@ def convert_state_dict(
         tensors: The source's state dict, under its official names.
         source: One of [`SOURCES`]; `None` detects it from the names.
         source_config: The `config.json` beside the checkpoint, if any.
-        options: See the top of this file; they override `source_config`.
+        options: Those of `hf-liere convert`; they override `source_config`.
 
     Raises:
         ConversionError: for unknown or missing tensors, contradictory shapes, values that are not finite, and bad
