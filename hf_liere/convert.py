@@ -25,15 +25,10 @@ from .storage.saved_model import SavedModel, file_digest
 from .storage.targets import new_directory
 
 
+# By whether layers share generators.
 LAYER_NOTE = {
-    "official": """
-The official code uses the generators of the first layer in every layer, and so does this model (`share_layers=True`):
-its logits are the official ones. The LieRE paper describes separate generators for every layer.
-""",
-    "paper": """
-Every layer uses its own generators from the checkpoint, as the LieRE paper describes. The official code uses
-those of the first layer in every layer: its logits and measured accuracy differ from this model's.
-""",
+    True: "and so does this model (`share_layers=True`): its logits are the official ones.",
+    False: "while every layer of this model uses its own: logits and measured accuracy differ.",
 }
 
 
@@ -73,8 +68,9 @@ def convert_checkpoint(
         tensors, source_config = read_checkpoint(local)
         conversion = convert_state_dict(tensors, source, source_config, **options)
         given = {"image_mean": image_mean, "image_std": image_std}
-        statistics = {name: value for name, value in given.items() if value is not None}
-        statistics = _statistics(local, source_config) | statistics
+        statistics = _statistics(local, source_config) | {
+            name: value for name, value in given.items() if value is not None
+        }
         _write(partial, conversion.model(), statistics, _origin(checkpoint, revision), _notes(conversion, options))
     return conversion
 
@@ -189,6 +185,9 @@ def _notes(conversion: Conversion, options: Mapping) -> str:
         shown = ", ".join(f"`{key}`" for key in conversion.ignored[:5])
         notes.append(f"Left out because they do not affect these outputs: {len(conversion.ignored)} tensors, {shown}.")
     if conversion.source == "liere" and conversion.config.position_encoding in ("liere", "rope_mixed"):
-        notes.append(LAYER_NOTE[options.get("layer_generators") or "official"].strip())
+        notes.append(
+            "The LieRE paper describes separate generators for every layer. The official code uses those of the "
+            f"first layer in every layer, {LAYER_NOTE[conversion.config.share_layers]}"
+        )
     notes.append("Check `image_mean` and `image_std` in the processor file against the training of the source.")
     return "\n\n".join(notes)
