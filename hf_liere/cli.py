@@ -111,7 +111,6 @@ CHECKPOINT = argument("checkpoint", "directory or repository on the Hub")
 NEW_DIRECTORY = "directory to write; it must not exist or be empty"
 REVISION = argument("--revision", "branch, tag or commit of the repository")
 REPO_ID = argument("repo_id", "repository on the Hub")
-COMMIT = argument("--revision", "branch, tag or commit")
 TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its model is unknown here", action="store_true")
 
 
@@ -321,7 +320,7 @@ def run_rope(models: Sequence[str] = (), **options: Any) -> str:
     "write. No code of the repository runs, except the expected code with --run.",
     argument("folder", "the local model"),
     REPO_ID,
-    COMMIT,
+    REVISION,
     argument("--run", "also load it with its code, in a process without tokens, and compare", action="store_true"),
 )
 def run_verify(folder: str, repo_id: str, **options: Any) -> str:
@@ -337,7 +336,7 @@ def run_verify(folder: str, repo_id: str, **options: Any) -> str:
     "Download a repository and compare every file with the hash that the Hub lists. No code runs.",
     REPO_ID,
     argument("folder", "folder to write; without one, the files stay in the Hub's cache", nargs="?"),
-    COMMIT,
+    REVISION,
 )
 def run_pull(repo_id: str, **options: Any) -> str:
     from .hub.pulling import pull
