@@ -3,7 +3,6 @@ The base class of each kind of source: it takes every tensor that it knows, chec
 our model.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,8 +62,7 @@ class Source:
     @classmethod
     def options(cls) -> dict[str, object]:
         """Types of the options by name."""
-        own = {entry.name for entry in dataclasses.fields(Source)}
-        return {entry.name: entry.type for entry in dataclasses.fields(cls) if entry.name not in own}
+        return dict(cls.__annotations__)
 
     @classmethod
     def stated_options(cls, source_config: Mapping) -> dict:

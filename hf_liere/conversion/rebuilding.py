@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 from ..models.encoding.encoding_traits import ENCODING_TRAITS, TRIPLES
 from ..models.transformer.configuration_liere import LieREConfig, LieREViTConfig
@@ -36,21 +35,17 @@ def change_config(config: Config, changes: Mapping[str, object]) -> Config:
     return changed
 
 
-def find_encoder(model: LieREPreTrainedModel) -> tuple[nn.Module, str]:
-    """The encoder of a model with any head, and the prefix of its names in the model's state dict."""
-    encoder = getattr(model, model.base_model_prefix, model)
-    return encoder, "" if encoder is model else f"{model.base_model_prefix}."
-
-
 def rebuild(
-    model: LieREPreTrainedModel, config: LieREConfig, state_dict: Mapping[str, torch.Tensor]
+    model: LieREPreTrainedModel, config: LieREConfig, changed: Mapping[str, torch.Tensor]
 ) -> LieREPreTrainedModel:
-    """A new model of the same class and mode with copies of these weights."""
-    encoder, _ = find_encoder(model)
+    """A new model of the same class and mode with copies of the weights, of its encoder's with the changed ones."""
+    encoder = model.base_model
     # A model for masked image modeling has a mask token.
     arguments = {"use_mask_token": True} if encoder is model and encoder.embeddings.mask_token is not None else {}
     new = type(model)(config, **arguments)
-    new.load_state_dict({name: tensor.clone() for name, tensor in state_dict.items()}, assign=True)
+    prefix = "" if encoder is model else f"{model.base_model_prefix}."
+    weights = model.state_dict() | {f"{prefix}{name}": tensor for name, tensor in changed.items()}
+    new.load_state_dict({name: weights[name].clone() for name in new.state_dict()}, assign=True)
     return new.train(model.training)
 
 
@@ -73,21 +68,20 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
     old = model.config
     height, width = sizes("image_size", tuple(image_size) if isinstance(image_size, list) else image_size, 2)
     config = change_config(old, {"image_size": height if height == width else [height, width]})
-    encoder, prefix = find_encoder(model)
+    encoder = model.base_model
     with refusing("No such model"):
         table = encoder.embeddings.patch_table(config.train_grid, None)
     power = {"train_grid": 1, "centred_grid": 1, "train_index": -1}.get(str(old.coordinates), 0)
     ratios = [(size / trained) ** power for size, trained in zip(config.train_grid, old.train_grid)]
-    state_dict = dict(model.state_dict())
+    changed = {}
     if table is not None:
-        name = f"{prefix}embeddings.position_embeddings"
-        of_class_token = state_dict[name][:, : int(old.use_class_token)]
-        state_dict[name] = torch.cat([of_class_token, table.detach()], dim=1)
+        of_class_token = encoder.embeddings.position_embeddings[:, : int(old.use_class_token)]
+        changed["embeddings.position_embeddings"] = torch.cat([of_class_token, table], dim=1).detach()
     if set(ratios) != {1.0}:
         _check_scalable(config)
-        for name, tensor in encoder.rotary_encoding.scale_generators(torch.tensor(ratios)).items():
-            state_dict[f"{prefix}rotary_encoding.{name}"] = tensor
-    return rebuild(model, config, state_dict)
+        scaled = encoder.rotary_encoding.scale_generators(torch.tensor(ratios))
+        changed |= {f"rotary_encoding.{name}": tensor for name, tensor in scaled.items()}
+    return rebuild(model, config, changed)
 
 
 def _check_scalable(config: LieREConfig) -> None:

@@ -49,7 +49,7 @@ from ..models.rotation.exponential import skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError, refusing
-from .rebuilding import LEARNED_ENCODINGS, change_config, find_encoder, rebuild
+from .rebuilding import LEARNED_ENCODINGS, change_config, rebuild
 
 
 def upgrade_encoding(
@@ -96,20 +96,18 @@ def upgrade_encoding(
         raise ConversionError(
             f"position_encoding={position_encoding!r} learns no rotations; accepted are {', '.join(LEARNED_ENCODINGS)}."
         )
-    changes: dict[str, object] = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
+    changes: dict[str, object] = {"position_encoding": position_encoding, "relative_axis": relative_axis}
+    changes |= {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
     if coordinates is not None:
         _check_coordinates(model.config, coordinates)
         changes["coordinates"] = coordinates
-    changes |= {"position_encoding": position_encoding, "relative_axis": relative_axis}
     config = _upgrade_config(model.config, changes)
-    encoder, prefix = find_encoder(model)
-    parameters, bases = _upgrade_parameters(encoder.rotary_encoding, model.config, config)
-    state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
+    parameters, bases = _upgrade_parameters(model.base_model.rotary_encoding, model.config, config)
     device = next(model.parameters()).device
-    state_dict |= {f"{prefix}rotary_encoding.{name}": tensor.float().to(device) for name, tensor in parameters.items()}
-    upgraded = rebuild(model, config, state_dict)
+    changed = {f"rotary_encoding.{name}": tensor.float().to(device) for name, tensor in parameters.items()}
+    upgraded = rebuild(model, config, changed)
     if bases is not None:
-        for index, layer in enumerate(find_encoder(upgraded)[0].layers):
+        for index, layer in enumerate(upgraded.base_model.layers):
             layer.attention.fold(bases[index % len(bases)].unsqueeze(1).to(device))
     return upgraded
 
