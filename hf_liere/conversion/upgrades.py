@@ -32,7 +32,7 @@ from contextlib import suppress
 
 import torch
 
-from ..inspection.common_planes import find_common_planes, generator_matrices
+from ..inspection.common_planes import CommonPlanes, find_common_planes, generator_matrices
 from ..models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
 from ..models.encoding.encoding_traits import (
     AXIAL,
@@ -185,8 +185,7 @@ def _upgrade_parameters(
                 f"{reason} The generators of this model do not commute either, so no basis turns them into rotations "
                 f"of planes that could be moved (relative error {planes.error.max():.2g})."
             ) from None
-    frequencies, bases = _join_blocks(planes.frequencies, planes.basis, target.config.head_dim)
-    frequencies, bases = _move_planes(frequencies, bases, target)
+    frequencies, bases = _move_planes(planes, target)
     with refusing(refusal):
         return target.parameters_for_planes(frequencies.expand(-1, target.layers, target.heads, -1)), bases
 
@@ -228,40 +227,33 @@ def _block_diagonal(matrices: torch.Tensor) -> torch.Tensor:
     return torch.diag_embed(matrices.movedim(-3, -1), dim1=-4, dim2=-2).flatten(-4, -3).flatten(-2)
 
 
-def _join_blocks(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _move_planes(found: CommonPlanes, target: RotaryEncoding) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Turn planes of blocks into planes of heads: (A, layers, heads, planes), and the basis (layers, heads, D, D), whose
-    columns are two per plane, followed by the channels outside of all planes.
+    Frequencies (A, layers, heads, planes) in the order of the new encoding's planes, and the basis (layers, heads, D,
+    D) that moves the planes found in the old blocks there.
     """
-    blocks, size = basis.shape[2:4]
-    whole = torch.eye(head_dim, dtype=basis.dtype).repeat(*basis.shape[:2], 1, 1)
-    whole[..., : blocks * size, : blocks * size] = _block_diagonal(basis)
-    in_planes = torch.arange(blocks * size).view(blocks, size)[:, : size - size % 2].flatten().tolist()
-    others = sorted(set(range(head_dim)) - set(in_planes))
-    return frequencies.flatten(3), whole[..., in_planes + others]
-
-
-def _move_planes(
-    frequencies: torch.Tensor, basis: torch.Tensor, target: RotaryEncoding
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frequencies (A, layers, heads, planes) and basis in the order of the new encoding's planes."""
-    axes, layers, heads, _ = frequencies.shape
-    size, room = target.block_size, target.num_planes // target.num_blocks
-    placed = frequencies.new_zeros(axes, layers, heads, target.num_planes)
+    frequencies, (layers, heads, blocks, found_size) = found.frequencies.flatten(3), found.basis.shape[:4]
+    size, room, head_dim = target.block_size, target.num_planes // target.num_blocks, target.config.head_dim
+    basis = torch.eye(head_dim, dtype=found.basis.dtype).repeat(layers, heads, 1, 1)
+    basis[..., : blocks * found_size, : blocks * found_size] = _block_diagonal(found.basis)
+    # Two for each plane, then those outside of all planes.
+    channels = torch.arange(blocks * found_size).view(blocks, -1)[:, : found_size - found_size % 2].flatten().tolist()
+    channels += sorted(set(range(head_dim)) - set(channels))
+    placed = frequencies.new_zeros(len(frequencies), layers, heads, target.num_planes)
     ordered = torch.empty_like(basis)
     for layer in range(layers):
         for head in range(heads):
-            found = frequencies[:, layer, head]  # (A, planes)
-            columns = [-1] * target.config.head_dim
-            for plane, place in _assign_planes(found, target).items():
+            of_head = frequencies[:, layer, head]  # (A, planes)
+            columns = [-1] * head_dim
+            for plane, place in _assign_planes(of_head, target).items():
                 first = place // room * size + place % room * 2
-                columns[first : first + 2] = [2 * plane, 2 * plane + 1]
-                placed[:, layer, head, place] = found[:, plane]
-            others = iter(sorted(set(range(len(columns))) - set(columns)))
+                columns[first : first + 2] = channels[2 * plane : 2 * plane + 2]
+                placed[:, layer, head, place] = of_head[:, plane]
+            others = iter([channel for channel in channels if channel not in columns])
             ordered[layer, head] = basis[layer, head][:, [next(others) if c < 0 else c for c in columns]]
     of_block = target.plane_basis(basis.device)
     if of_block is not None:
-        rest = torch.eye(target.config.head_dim - target.num_blocks * size, dtype=basis.dtype)
+        rest = torch.eye(head_dim - target.num_blocks * size, dtype=basis.dtype)
         ordered = ordered @ torch.block_diag(*[of_block.to(basis)] * target.num_blocks, rest).T
     return placed, ordered
 
