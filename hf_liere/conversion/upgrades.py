@@ -114,7 +114,7 @@ def upgrade_encoding(
 
 def _check_coordinates(config: LieREConfig, coordinates: str) -> None:
     """Raise [`ConversionError`] if a model of these rotations computes something else in other coordinates."""
-    old, reason = getattr(config, "coordinates", None), None
+    old = getattr(config, "coordinates", None)
     if config.train_grid is None:
         reason = "positions come with every input"
     elif config.position_table_size is not None:
@@ -296,7 +296,7 @@ def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | 
     rotated = (magnitudes > 0).nonzero().flatten().tolist()
     traits = ENCODING_TRAITS[encoding]
     if not traits.proportional:
-        return [(None, rotated)] if rotated else []
+        return [(None, rotated)]
     directions = frequencies / magnitudes.where(magnitudes > 0, 1)
     if traits.serves_one_axis:
         axes = directions.abs().argmax(dim=0)
@@ -306,9 +306,7 @@ def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | 
                 f"No exact upgrade to {encoding}: each of its blocks rotates with one axis alone, and {oblique} planes "
                 "of a head rotate with several."
             )
-        return [
-            (axis, planes) for axis in range(len(frequencies)) if (planes := [p for p in rotated if axes[p] == axis])
-        ]
+        return [(axis, [plane for plane in rotated if axes[plane] == axis]) for axis in range(len(frequencies))]
     groups: list[list[int]] = []
     for plane in rotated:
         for group in groups:
