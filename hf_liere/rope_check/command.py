@@ -3,8 +3,7 @@
 import itertools
 import math
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .diagnosis import ALARM, Diagnosis
 from .diffusion_models import find_diffusion_rotations
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
-from .reading import FoundRotation, UnreadableError, find_rotations
+from .reading import FoundRotation, find_rotations
 from .rotation import STYLE_NAMES, Rotation, make_states
 from .vectors import Vectors, check_file, read_vectors, write_vectors
 
@@ -42,7 +41,7 @@ def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
             rows = [*_describe_rotation(part), *(("note", remark) for remark in part.remarks)]
             lines += [f"{name} ({type(part.rope).__name__} of diffusers)", part.rotation.name, *map(_lay_out, rows)]
         return "\n".join(lines)
-    found, refused = _split(find_rotations(model))
+    found, refused = find_rotations(model)
     if not found and not refused:
         raise InputError(
             f"{name} ({type(model).__name__}) has no module with frequencies (inv_freq): accepted are models of "
@@ -54,18 +53,6 @@ def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
     lines += [f"not described: {reason}" for reason in refused]
     lines += [f"ALARM: {alarm}" for alarm in (find_cache_faults(model) if with_weights else ())]
     return "\n".join(lines)
-
-
-def _split(found: Iterable[FoundRotation | UnreadableError]) -> tuple[list[FoundRotation], list[str]]:
-    """The rotations, and the reasons for others, where layers differ in nothing but their number only once."""
-    parts: list[FoundRotation] = []
-    reasons: dict[str, str] = {}
-    for part in found:
-        if isinstance(part, FoundRotation):
-            parts.append(part)
-        else:
-            reasons.setdefault(re.sub(r"\d+", "", str(part)), str(part))
-    return parts, list(reasons.values())
 
 
 def _describe(found: FoundRotation, measurement: Measurement) -> list[str]:
@@ -177,7 +164,7 @@ def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
 
 def make_vectors(model: nn.Module) -> tuple[list[Vectors], list[str]]:
     """The test vectors of a model, and why others cannot be written."""
-    found, refused = _split(find_rotations(model))
+    found, refused = find_rotations(model)
     vectors = []
     for part in found:
         positions = find_positions_of(part)

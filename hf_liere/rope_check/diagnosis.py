@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from .faults import FIXES, HALF_TYPES, Fault, find_faults
-from .rotation import Rotation, compute_law
+from .rotation import Rotation
 from .spectrum import fit_bases
 
 
@@ -242,7 +242,7 @@ def _propose_thetas(rotation: Rotation, evidence: Evidence) -> list[float]:
     index, wanted = torch.tensor(rotation.frequency_of_plane), rotation.frequencies
     # Slow planes hardly turn, and the first frequency of every base is 1.
     usable = (observed > 1e-2) & (wanted > 0) & (index > 0)
-    plain, _ = compute_law({**rotation.law, "rope_type": "default"}, rotation.frequency_of_plane)
+    plain = rotation.compute_law(rope_type="default")
     unscaled = usable & ((wanted - plain).abs() <= 1e-9 * plain)
     if unscaled.any():
         # Which frequencies are scaled depends on the base; the fastest ones are not.

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..models.probing.planes import STYLES, Planes, pair_channels
-from .rotation import STYLE_NAMES, Rotation, compute_law
+from .rotation import STYLE_NAMES, Rotation
 from .spectrum import compute_spectrum
 
 
@@ -66,9 +66,8 @@ def find_faults(
     if rotation.law is not None:
         for theta in thetas:
             law = {**rotation.law, "rope_theta": theta}
-            frequencies, _ = compute_law(law, rotation.frequency_of_plane)
             name = f"rope_theta {theta:g} instead of {rotation.law['rope_theta']:g}"
-            yield Fault("base", name, rotation.turning_by(frequencies, law=law))
+            yield Fault("base", name, rotation.turning_by(rotation.compute_law(rope_theta=theta), law=law))
     for name, other in (others or {}).items():
         same = other.planes.num_planes == rotation.planes.num_planes
         if same and name != rotation.name and not torch.equal(other.frequencies, rotation.frequencies):
@@ -92,7 +91,7 @@ def _find_scaling(rotation: Rotation) -> Found:
     if law is None or law["rope_type"] in ("default", "axial", "dynamic", "proportional"):
         return
     kind = law["rope_type"]
-    plain, _ = compute_law({**law, "rope_type": "default"}, rotation.frequency_of_plane)
+    plain = rotation.compute_law(rope_type="default")
     factor = law.get("factor", 1.0)
     other = f"linear scaling instead of {kind}", plain / factor
     if kind == "linear":

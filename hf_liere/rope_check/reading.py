@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from ..models.probing.module_inspection import takes
 from ..models.probing.planes import Pairs, Planes
 from ..models.probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
 from ..models.probing.rope_pairs import find_key_sources, find_pairs, rotates
-from .rotation import Rotation, compute_law
+from .rotation import Rotation
 from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
 
 
@@ -33,10 +33,6 @@ CALL_ERRORS = (AttributeError, LookupError, NameError, RuntimeError, TypeError, 
 CosSin: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 # (N, A) positions; for modules that read pixels, the (height, width) of an image.
 Place: TypeAlias = torch.Tensor | tuple[int, int]
-
-
-class UnreadableError(ValueError):
-    """A rotary module whose rotation cannot be found; the message says why."""
 
 
 @dataclass
@@ -95,16 +91,15 @@ class FoundRotation:
 
 def _shape_as(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """(N, A) positions in the form of an argument that a module takes, see [`find_positions`]."""
-    if like.ndim == 3 and like.shape[-1] == TOKENS:
-        return positions.T.unsqueeze(1)  # (A, 1, N)
     if like.shape[-1] == TOKENS:
-        return positions.T  # (1, N)
-    return positions.unsqueeze(0) if like.ndim == 3 else positions  # (1, N, A) or (N, A)
+        return positions.T.reshape(*like.shape[:-1], -1)  # (A, 1, N) or (1, N)
+    return positions.reshape(*like.shape[:-2], -1, like.shape[-1])  # (1, N, A) or (N, A)
 
 
-def find_rotations(model: nn.Module) -> Iterator[FoundRotation | UnreadableError]:
+def find_rotations(model: nn.Module) -> tuple[list[FoundRotation], list[str]]:
     """
-    Every rotation of a model, or the reason why it cannot be described.
+    The rotations of a model, and the reasons why others cannot be described, where layers differ in nothing but their
+    number only once.
 
     Args:
         model: Any model of transformers, on any device; on the meta device nothing needs values.
@@ -117,22 +112,36 @@ def find_rotations(model: nn.Module) -> Iterator[FoundRotation | UnreadableError
             f"{type(model).__name__} has learned rotations: accepted are models with their own RoPE; hf-liere inspect "
             "shows what was learned."
         )
+    found: list[FoundRotation] = []
+    reasons: dict[str, str] = {}
+
+    def refuse(reason: str) -> None:
+        reasons.setdefault(re.sub(r"\d+", "", reason), reason)
+
     modules = dict(model.named_modules())
     ropes = [name for name, module in modules.items() if name and frequency_buffers(module)]
     for target in group_ropes(modules, ropes):
         try:
             (tower,) = find_rope_towers(model, target)
         except CALL_ERRORS as error:
-            yield UnreadableError(str(error))
+            refuse(str(error))
             continue
         with contextlib.suppress(ValueError):
             tower.sources = find_key_sources(tower)
-        yield from _read_tower(model, tower)
+        prefix = f"{tower.name}." if tower.name else ""
+        for layout, rope, layers in _group_layers(model, tower, prefix):
+            label = f"{prefix}{layout.rope_name}" + ("" if layout.layer_type is None else f":{layout.layer_type}")
+            try:
+                found.append(_read_layout(tower, rope, layout, label, layers))
+            except CALL_ERRORS as error:
+                refuse(f"{label} ({type(rope).__name__}): {error}")
+    return found, list(reasons.values())
 
 
-def _read_tower(model: nn.Module, tower: RopeTower) -> Iterator[FoundRotation | UnreadableError]:
-    prefix = f"{tower.name}." if tower.name else ""
-    # Where every layer has a rotary module, the first one stands for those that are equal.
+def _group_layers(
+    model: nn.Module, tower: RopeTower, prefix: str
+) -> Collection[tuple[RopeLayout, nn.Module, list[int]]]:
+    """Layouts with their rotary modules and layers; one of every layer stands for those of others that are equal."""
     groups: dict[tuple, tuple[RopeLayout, nn.Module, list[int]]] = {}
     for layout in tower.distinct_layouts:
         rope = _with_values(model, f"{prefix}{layout.rope_name}", tower.module.get_submodule(layout.rope_name))
@@ -140,12 +149,7 @@ def _read_tower(model: nn.Module, tower: RopeTower) -> Iterator[FoundRotation | 
         layers = [index for index, other in enumerate(tower.layouts) if other == layout]
         key = type(rope), replace(layout, rope_name="*" if len(layers) == 1 else layout.rope_name), values
         groups.setdefault(key, (layout, rope, []))[2].extend(layers)
-    for layout, rope, layers in groups.values():
-        label = f"{prefix}{layout.rope_name}" + ("" if layout.layer_type is None else f":{layout.layer_type}")
-        try:
-            yield _read_layout(tower, rope, layout, label, layers)
-        except CALL_ERRORS as error:
-            yield UnreadableError(f"{label} ({type(rope).__name__}): {error}")
+    return groups.values()
 
 
 def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: str, layers: list[int]) -> FoundRotation:
@@ -159,7 +163,8 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
     config = getattr(rope, "config", None)
     law, places, differs, remarks = _choose_spectrum(config, layout, buffer)
     indices = tuple(places[layout.frequencies[channel]] for channel in layout.first_channels())
-    frequencies, factor = (buffer[list(indices)], layout.factor) if law is None else compute_law(law, indices)
+    spectrum, factor = (buffer, layout.factor) if law is None else compute_spectrum(law)
+    plane_axes = [axes[axis] for axis in layout.axes_of_planes]
     probe, pairs, head_dim, rotating = _examine_layers(tower, layers)
     if tower.others:
         remarks.append("which attention modules use it is decided when the model runs")
@@ -169,7 +174,7 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
         remarks.append("which channels attention rotates is unknown: it cannot be called alone, or moves channels")
     rotation = Rotation(
         name=label,
-        planes=Planes.from_pairing(frequencies, [axes[a] for a in layout.axes_of_planes], pairs, num_axes, factor),
+        planes=Planes.from_pairing(spectrum[list(indices)], plane_axes, pairs, num_axes, factor),
         channels=layout.planes,
         head_dim=head_dim,
         law=law,
@@ -204,28 +209,27 @@ def _choose_spectrum(
     in the spectrum of the formula; whether its own frequencies, or its factor, differ; and where they come from, if not
     from the configuration.
     """
-    as_they_are = list(range(len(buffer)))
+    as_they_are, distinct = list(range(len(buffer))), buffer.unique()
     asked = read_law(config, layout.layer_type, len(buffer))
     if asked is None:
-        law = recognise_law(buffer.unique().flip(0))
-        indices = None if law is None else match_spectrum(compute_spectrum(law)[0], buffer)
-        if indices is None:
-            return None, as_they_are, False, [f"{AS_THEY_ARE}: they follow no formula known here"]
+        laws = filter(None, [recognise_law(distinct.flip(0))])
         remark = "the configuration names no base: rope_theta is that of the module's own frequencies"
-        return law, indices, False, [remark]
-    # Axes may have the same frequencies.
-    counts = list(dict.fromkeys([len(buffer), len(buffer.unique())]))
-    for count, odd in itertools.product(counts, (False, True)):
-        # Half of a head may have an odd number of channels.
-        law = {**asked, "count": count, **({"dim": 2 * count - 1} if odd else {})}
+    else:
+        # Axes may have the same frequencies, and half of a head an odd number of channels.
+        counts = dict.fromkeys([len(buffer), len(distinct)])
+        odd = ((count, dim) for count in counts for dim in ({}, {"dim": 2 * count - 1}))
+        laws, remark = ({**asked, "count": count, **dim} for count, dim in odd), ""
+    for law in laws:
         try:
             wanted, factor = compute_spectrum(law)
         except ValueError as error:
             return None, as_they_are, False, [f"{AS_THEY_ARE}: {error}"]
         indices = match_spectrum(wanted, buffer)
         if indices is not None:
-            return law, indices, abs(factor - layout.factor) > 1e-6 * factor, []
-    return asked, as_they_are, True, []
+            differs = asked is not None and abs(factor - layout.factor) > 1e-6 * factor
+            return law, indices, differs, [remark] if remark else []
+    unknown = [f"{AS_THEY_ARE}: they follow no formula known here"] if asked is None else []
+    return asked, as_they_are, asked is not None, unknown
 
 
 def _find_longest(config: object, law: dict | None, num_axes: int) -> int:
@@ -253,7 +257,7 @@ def _examine_layers(
         if kind not in known:
             probe = Probe.of(tower, layer)
             try:
-                known[kind] = _turns(probe) if layer in tower.sources else rotates(probe)
+                known[kind] = rotates(probe)
                 if known[kind] and shown[0] is None:
                     (query, _), _ = probe.rotate_quarter()
                     shown = probe, find_pairs(probe), query.shape[-1]
@@ -261,12 +265,6 @@ def _examine_layers(
                 known.setdefault(kind, None)
         rotating[name] = known[kind]
     return *shown, rotating
-
-
-def _turns(probe: Probe) -> bool:
-    """Whether attention that reads the keys of another module rotates its queries."""
-    (query, _), (rotated, _) = probe.rotate_quarter()
-    return not torch.equal(query, rotated)
 
 
 def _describe_kind(attention: nn.Module) -> tuple:

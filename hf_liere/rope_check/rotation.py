@@ -70,11 +70,15 @@ class Rotation:
         pairs = self.planes.pairs or ()
         return [first for first, _ in pairs], [second for _, second in pairs]
 
+    def compute_law(self, **fields: Any) -> torch.Tensor:
+        """(planes,) frequencies of the law, with other fields of it."""
+        return compute_spectrum({**(self.law or {}), **fields})[0][list(self.frequency_of_plane)]
+
     def compute_angles(self, positions: torch.Tensor) -> torch.Tensor:
         """(N, A) positions → (N, planes) angles in radians, float64."""
         positions = _round(positions.double() + self.offset, self.position_dtype)
-        frequencies = _round(self.frequencies, self.frequency_dtype)  # (planes,)
-        return _round(positions[:, list(self.planes.axes)] * frequencies, self.phase_dtype)
+        planes = replace(self.planes, frequencies=_round(self.planes.frequencies, self.frequency_dtype))
+        return _round(planes.angles(positions)[0, 0], self.phase_dtype)
 
     def compute(self, positions: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
@@ -113,7 +117,7 @@ class Rotation:
         if {self.frequency_dtype, self.position_dtype, self.phase_dtype, self.output_dtype} == {torch.float64}:
             return noise
         for scale in (1 - relative, 1 + relative):
-            moved = self.turning_by(scale * self.frequencies).compute_angles(positions)
+            moved = self.with_planes(frequencies=scale * self.planes.frequencies).compute_angles(positions)
             noise = noise.maximum((moved - angles).abs())
             if self.output_dtype != torch.float64:
                 noise = noise.maximum((self._turn(moved) - self._turn(angles)).norm(dim=0) / self.planes.factor)
@@ -177,9 +181,3 @@ def make_states(count: int, rotation: Rotation) -> dict[str, torch.Tensor]:
         name: ((grid * step).sin().mul(32).round() / 64 + torch.where((grid * step).sin() < 0, -0.25, 0.25))
         for name, step in (("query", 0.7), ("key", 1.3))
     }
-
-
-def compute_law(law: Mapping[str, Any], frequency_of_plane: tuple[int, ...]) -> tuple[torch.Tensor, float]:
-    """(planes,) frequencies of a law, and the factor of cos and sin."""
-    spectrum, factor = compute_spectrum(law)
-    return spectrum[list(frequency_of_plane)], factor

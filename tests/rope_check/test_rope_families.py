@@ -9,7 +9,7 @@ from hf_liere.auto import build_without_weights
 from hf_liere.cli import main
 from hf_liere.models.probing.coordinate_probe import TOKENS, split_cos_sin
 from hf_liere.rope_check.measurement import measure
-from hf_liere.rope_check.reading import FoundRotation, find_rotations
+from hf_liere.rope_check.reading import find_rotations
 from hf_liere.rope_check.vectors import read_tensors, read_vectors
 
 
@@ -45,7 +45,7 @@ def models(tmp_path_factory):
             except Exception:
                 # Some default configurations contradict themselves once they are short, and a few at once.
                 continue
-            if any(isinstance(part, FoundRotation) for part in find_rotations(model)):
+            if find_rotations(model)[0]:
                 found[name] = folder / name
                 break
     return found
@@ -83,7 +83,7 @@ def test_healthy_families_raise_no_alarm_and_agree_with_their_vectors(models, tm
     checked = 0
     for name, folder in models.items():
         model = build_without_weights(folder)
-        found = [part for part in find_rotations(model) if isinstance(part, FoundRotation)]
+        found, _ = find_rotations(model)
         vectors = {part.rotation.name: part for part in read_vectors(tmp_path / "vectors" / f"{name}.safetensors")}
         tensors, _ = read_tensors(tmp_path / "vectors" / f"{name}.safetensors")
         assert set(vectors) == {part.rotation.name for part in found}, name
