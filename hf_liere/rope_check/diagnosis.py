@@ -264,19 +264,16 @@ def estimate_frequencies(rotation: Rotation, evidence: Evidence) -> torch.Tensor
     place = token, torch.arange(rotation.planes.num_planes)
     if size.isinf().any():
         return None
-    tensors = {name: value.double() for name, value in evidence.tensors.items()}
+    tensors, states = evidence.tensors, evidence.states
+    rotated = [name for name in states if f"rotated_{name}" in tensors]
+    rotated = [name for name in rotated if tensors[f"rotated_{name}"].shape == states[name].shape]
     if {"cos", "sin"} <= tensors.keys() and tensors["cos"].shape == tensors["sin"].shape:
-        cos, sin = tensors["cos"], tensors["sin"]  # (N, D)
+        cos, sin = tensors["cos"].double(), tensors["sin"].double()  # (N, D)
         if cos.shape[1] == len(rotation.channels):
             cos, sin = cos[:, rotation.columns], sin[:, rotation.columns]  # (N, planes)
-        if cos.shape != coordinates.shape:
-            return None
-        return torch.atan2(sin, cos)[place] / coordinates[place]
-    for name in ("query", "key"):
-        rotated = tensors.get(f"rotated_{name}")
-        if rotated is not None and rotation.planes.pairs is not None and rotated.shape == evidence.states[name].shape:
-            first, second = rotation.paired_channels
-            state = evidence.states[name].double()
-            x, y, u, v = state[:, first], state[:, second], rotated[:, first], rotated[:, second]  # (N, planes)
-            return torch.atan2(x * v - y * u, x * u + y * v)[place] / coordinates[place]
-    return None
+    elif rotated and rotation.planes.pairs:
+        (x, y), (u, v) = map(rotation.split, (states[rotated[0]], tensors[f"rotated_{rotated[0]}"]))  # (N, planes) each
+        cos, sin = x * u + y * v, x * v - y * u
+    else:
+        return None
+    return torch.atan2(sin, cos)[place] / coordinates[place] if cos.shape == coordinates.shape else None

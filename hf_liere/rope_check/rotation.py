@@ -1,6 +1,6 @@
 """What a rotary position embedding computes, in float64, right or with the faults that implementations have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,12 +64,6 @@ class Rotation:
         """By plane, its first column of cos and sin."""
         return [self.channels.index(plane) for plane in range(self.planes.num_planes)]
 
-    @property
-    def paired_channels(self) -> tuple[list[int], list[int]]:
-        """The first channels of all planes, and the second ones."""
-        pairs = self.planes.pairs or ()
-        return [first for first, _ in pairs], [second for _, second in pairs]
-
     def compute_law(self, **fields: Any) -> torch.Tensor:
         """(planes,) frequencies of the law, with other fields of it."""
         return compute_spectrum({**(self.law or {}), **fields})[0][list(self.frequency_of_plane)]
@@ -92,16 +86,18 @@ class Rotation:
         cos, sin = self._turn(self.compute_angles(positions))  # (N, planes) each
         channels = list(self.channels)
         tensors = {"cos": cos[:, channels], "sin": sin[:, channels]}
-        for name in states if self.planes.pairs is not None else ():
-            state = states[name].double()
-            rotated = state.clone()  # (N, head_dim)
+        turn = self.state_sign * sin  # (N, planes)
+        for name in states if self.planes.pairs else ():
+            tensors[f"rotated_{name}"] = rotated = states[name].double().clone()  # (N, head_dim)
             if name not in self.unrotated:
-                first, second = self.paired_channels
-                x, y = state[:, first], state[:, second]  # (N, planes)
-                turn = self.state_sign * sin  # (N, planes)
+                x, y = self.split(rotated)  # 2 × (N, planes)
+                first, second = zip(*self.planes.pairs or ())
                 rotated[:, first], rotated[:, second] = x * cos - y * turn, x * turn + y * cos
-            tensors[f"rotated_{name}"] = rotated
         return tensors
+
+    def split(self, states: torch.Tensor) -> Iterable[torch.Tensor]:
+        """(N, head_dim) states → (N, planes) of the first channels of the planes, and of the second ones, float64."""
+        return (states[:, list(channels)].double() for channels in zip(*self.planes.pairs or ()))
 
     def _turn(self, angles: torch.Tensor) -> torch.Tensor:
         """(N, planes) angles → (2, N, planes) cos and sin, times the factor."""

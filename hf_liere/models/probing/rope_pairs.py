@@ -232,7 +232,7 @@ def _find_skipped(tower: RopeTower) -> set[int]:
     call in which all modules inside pass their input through. None where the tower does not get along with that.
     """
     names = tower.attention_names(list(range(len(tower.attentions))))
-    layers = [_find_outermost_user(tower.module, name) for name in names]
+    layers = [next(iter([*_find_users_around(tower.module, name), name])) for name in names]
     stand_ins: dict[str, PassThrough] = {}
     copied = _pass_through(tower.module, "", layers, stand_ins)
     states = torch.zeros(1, 4, 8, device="cpu")  # (1, N, width)
@@ -249,11 +249,11 @@ def _find_skipped(tower: RopeTower) -> set[int]:
     return {index for index, path in enumerate(layers) if any(gets.values()) and gets.get(path) is False}
 
 
-def _find_outermost_user(tower: nn.Module, name: str) -> str:
-    """The name of the first module around attention, from outside, that takes cos and sin, else of attention."""
+def _find_users_around(tower: nn.Module, name: str) -> list[str]:
+    """The names of the modules around attention, from outside, that take cos and sin."""
     parts = name.split(".")
     paths = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return next((path for path in paths if takes_rotation(tower.get_submodule(path))), name)
+    return [path for path in paths if takes_rotation(tower.get_submodule(path))]
 
 
 def _pass_through(module: nn.Module, path: str, layers: list[str], stand_ins: dict[str, PassThrough]) -> nn.Module:
@@ -272,12 +272,10 @@ def _pass_through(module: nn.Module, path: str, layers: list[str], stand_ins: di
 def _gets_nothing(probe: Probe) -> bool:
     """Whether the module around attention does not pass cos and sin on; no where it cannot be called alone."""
     tower = probe.tower
-    *around, _ = tower.attention_names([probe.layer])[0].split(".")
-    paths = (".".join(around[:length]) for length in range(len(around), 0, -1))
-    path = next((path for path in paths if takes_rotation(tower.module.get_submodule(path))), None)
-    if path is None:
+    users = _find_users_around(tower.module, *tower.attention_names([probe.layer]))
+    if not users:
         return False
-    outer = tower.module.get_submodule(path)
+    outer = tower.module.get_submodule(users[-1])
     inner = next(name for name, module in outer.named_modules() if module is probe.attention)
     outer = fill_values(outer) if any(value.is_meta for value in (*outer.parameters(), *outer.buffers())) else outer
 
