@@ -38,38 +38,28 @@ DATA = {
     "first_conv": "patch_embed.proj",
     "classifier": "head",
 }
+# Width, layers and heads.
+SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
 # timm looks for this name.
-default_cfgs = generate_default_cfgs(
-    {f"liere_vit_{size}_patch16_224": DATA for size in ("tiny", "small", "base", "large")}
-)
+default_cfgs = generate_default_cfgs({f"liere_vit_{size}_patch16_224": DATA for size in SIZES})
 
 
-def _create(variant: str, pretrained: bool, embed_dim: int, depth: int, num_heads: int, given: dict) -> nn.Module:
-    """The rotations start as `rotary_init=None` does: with values of the encoding, as no weights are pretrained."""
-    rotary: dict[str, Any] = {"position_encoding": "liere", "rotary_init": None}
-    rotary |= {name: given.pop(name) for name in ROTARY_FIELDS & given.keys()}
-    config = RotaryPatchConfig(**rotary)
-    sizes = {"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "pos_embed": "none"}
-    features = {"out_indices": given.pop("out_indices", 3), "feature_cls": "getter"}
-    model = build_model_with_cfg(VisionTransformer, variant, pretrained, feature_cfg=features, **{**sizes, **given})
-    return patch(model, config)
+def _register(size: str, embed_dim: int, depth: int, num_heads: int) -> None:
+    variant = f"liere_vit_{size}_patch16_224"
+
+    def create(pretrained: bool = False, **given: Any) -> nn.Module:
+        # The rotations start with values of the encoding, as no weights are pretrained.
+        rotary: dict[str, Any] = {"position_encoding": "liere", "rotary_init": None}
+        rotary |= {name: given.pop(name) for name in ROTARY_FIELDS & given.keys()}
+        config = RotaryPatchConfig(**rotary)
+        sizes = {"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "pos_embed": "none"}
+        features = {"out_indices": given.pop("out_indices", 3), "feature_cls": "getter"}
+        model = build_model_with_cfg(VisionTransformer, variant, pretrained, feature_cfg=features, **{**sizes, **given})
+        return patch(model, config)
+
+    create.__name__ = variant
+    register_model(create)
 
 
-@register_model
-def liere_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("liere_vit_tiny_patch16_224", pretrained, 192, 12, 3, kwargs)
-
-
-@register_model
-def liere_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("liere_vit_small_patch16_224", pretrained, 384, 12, 6, kwargs)
-
-
-@register_model
-def liere_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("liere_vit_base_patch16_224", pretrained, 768, 12, 12, kwargs)
-
-
-@register_model
-def liere_vit_large_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("liere_vit_large_patch16_224", pretrained, 1024, 24, 16, kwargs)
+for size, widths in SIZES.items():
+    _register(size, *widths)
