@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
-from transformers.utils import cached_file, is_torchvision_available, is_vision_available
+from transformers.utils import is_torchvision_available, is_vision_available
 
 from . import bundles, foreign_names
 from .libraries import library_of
@@ -21,6 +21,7 @@ from .models.transformer.configuration_liere import LieREConfig, LieREVideoConfi
 from .models.transformer.configuration_liere_tokens import LieRETokensConfig
 from .storage.loading import (
     CheckpointError,
+    find_beside,
     loading_options,
     refuse_diffusers,
     require_finite_parameters,
@@ -255,8 +256,7 @@ def load_peft(
             options = {"num_labels": labels, **options}
         base = _adapted_class(adapter, config, source).from_pretrained(base, **options)
     model = PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
-    place = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    if not any(patched_towers(model)) and cached_file(str(source), ADAPTER_CONFIG, **place) is not None:
+    if not any(patched_towers(model)) and find_beside(str(source), ADAPTER_CONFIG, {"revision": revision}) is not None:
         raise ValueError(
             f"The rotations of {source} were not put into the base, since peft is left as it is (HF_LIERE_GUARDS=0 or "
             "uninstall_guards): call load_rotary(base, …) before, and pass the base."

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.utils import cached_file
 
 from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.rotary_patch import RotaryPatchConfig
@@ -31,7 +30,6 @@ FREQUENCY_TOLERANCE = 0.008
 # Written with rotations that are saved as part of a model: digests of the files that belong together.
 BESIDE = "beside"
 PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-PLACE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weights")
 
 
@@ -238,17 +236,6 @@ def require_same_patch(model: nn.Module, config: RotaryPatchConfig, source: str 
         if differing := {name: (patch[name], saved[name]) for name in patch if patch[name] != saved[name]}:
             shown = ", ".join(f"{name}={here!r} here, {there!r} there" for name, (here, there) in differing.items())
             raise ValueError(f"{model._get_name()} is patched differently from {source} ({shown}); unpatch it first.")
-
-
-def choose_place(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loading function of transformers, peft or diffusers that locate files."""
-    return {name: options[name] for name in PLACE if options.get(name) is not None}
-
-
-def find_beside(source: str | Path, name: str, options: dict[str, Any]) -> Path | None:
-    """A file of the model or adapter that a loading function gets with these options; `None` if it has none."""
-    found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **choose_place(options))
-    return None if found is None else Path(found)
 
 
 def _find_file(source: str | Path, name: str, revision: str | None) -> Path:

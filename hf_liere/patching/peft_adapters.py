@@ -20,10 +20,10 @@ from ..libraries.library_patch import LibraryPatch
 from ..models.patched.modeling_patched import RotaryModelMixin, auto_classes, patch_around
 from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..models.patched.tower_patch import patched_towers
+from ..storage.loading import find_beside
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .adapters import (
     PEFT_WEIGHTS,
-    find_beside,
     load_rotary,
     read_adapter,
     remove_rotations,

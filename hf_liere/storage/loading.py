@@ -15,6 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
+from transformers.utils import cached_file
 
 from ..errors import InputError, silence
 from .client import HubError, UnreachableError, retry, translate_hub_errors
@@ -47,6 +48,18 @@ def local_path(checkpoint: str | os.PathLike) -> Path | None:
     if isinstance(checkpoint, os.PathLike) or not is_repository or path.parent.is_dir():
         raise CheckpointError(f"{checkpoint}: no such file or directory; a repository on the Hub would be owner/name.")
     return None
+
+
+def choose_place(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loading function of transformers, peft or diffusers that locate files."""
+    names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+    return {name: options[name] for name in names if options.get(name) is not None}
+
+
+def find_beside(source: str | Path, name: str, options: dict[str, Any]) -> Path | None:
+    """A file of the model or adapter that a loading function gets with these options; `None` if it has none."""
+    found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **choose_place(options))
+    return None if found is None else Path(found)
 
 
 def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) -> dict:
