@@ -57,9 +57,7 @@ def environment() -> dict:
     rows: list[dict] = []
     problem = _attempt(lambda: rows.extend(_functions()))
     found = {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
-    return found | (
-        {"comparisons": [], "guards": []} if problem else {"comparisons": _comparisons(), "guards": _guards()}
-    )
+    return found | {"comparisons": [] if problem else _comparisons(), "guards": [] if problem else _guards()}
 
 
 def cpu_name() -> str:

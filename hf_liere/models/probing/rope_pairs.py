@@ -232,7 +232,7 @@ def _find_skipped(tower: RopeTower) -> set[int]:
     call in which all modules inside pass their input through. None where the tower does not get along with that.
     """
     names = tower.attention_names(list(range(len(tower.attentions))))
-    layers = [next(iter([*_find_users_around(tower.module, name), name])) for name in names]
+    layers = [[*_find_users_around(tower.module, name), name][0] for name in names]
     stand_ins: dict[str, PassThrough] = {}
     copied = _pass_through(tower.module, "", layers, stand_ins)
     states = torch.zeros(1, 4, 8, device="cpu")  # (1, N, width)
