@@ -11,6 +11,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 
 from . import bundles, foreign_names
 from .libraries import library_of
+from .models.parts import Parts
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
@@ -72,6 +73,7 @@ def register() -> None:
     is saved beside their weights, so that a checkpoint also loads without this package.
     """
     SavesItsCode.use_package(bundles.make_code)
+    Parts.elsewhere = ""
     LieREConfig.warn_of_names = foreign_names.warn_of_names
     LieREConfig.check_names = foreign_names.check_names
     for config_class in CONFIGS:

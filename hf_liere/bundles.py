@@ -92,11 +92,12 @@ def make_layer(position_encoding: str, module: str) -> str:
     Raises:
         ValueError: for an encoding that does not rotate.
     """
-    from .models.encoding.encoding_traits import ENCODING_TRAITS, check_encoding
+    from .models.encoding.kinds import ENCODINGS
+    from .models.parts import check_name
     from .plain import PLAIN_ENCODINGS
 
-    check_encoding(position_encoding, PLAIN_ENCODINGS)
-    kind, axes = PLAIN_ENCODINGS[position_encoding], ENCODING_TRAITS[position_encoding].num_axes or 2
+    check_name("position_encoding", position_encoding, PLAIN_ENCODINGS)
+    kind, axes = PLAIN_ENCODINGS[position_encoding], ENCODINGS[position_encoding].only_axes or 2
     paths = [*PACKAGE.glob("plain/*.py"), MODELS / "rotation" / "spins.py"]
     modules = {path.stem: _read(path) for path in paths if path.name != "__init__.py"}
     siblings = {name: read.siblings for name, read in modules.items()}
@@ -159,7 +160,8 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield from map(_bound, node.names)
     elif isinstance(node, (ast.Assign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+        names = (name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+        yield from (name.id for name in names if isinstance(name.ctx, ast.Store))
 
 
 def _join(modules: list[Module], head: str) -> str:

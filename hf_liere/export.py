@@ -26,7 +26,8 @@ from torch import nn
 
 from .auto import load_checkpoint
 from .errors import InputError, require_libraries, silence
-from .models.encoding.encoding_traits import ENCODING_TRAITS, needs_exponential
+from .models.encoding.conventions import needs_spacing
+from .models.encoding.kinds import encoding_of, needs_exponential
 from .models.transformer.configuration_liere import LieREPixelConfig, pair
 from .models.transformer.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file
@@ -165,10 +166,10 @@ def export_program(
             f"attn_implementation={config._attn_implementation!r} cannot be exported; accepted are "
             f"{', '.join(EXPORTABLE_ATTENTION)}, as in model.set_attn_implementation('sdpa')."
         )
-    if config.coordinates == "physical":
+    if needs_spacing(config):
         raise ExportError(
-            "coordinates='physical' need the spacing of every input, but pixel_values are the only input of an "
-            "exported file; torch.export.export takes spacing as well."
+            f"coordinates={config.coordinates!r} need the spacing of every input, but pixel_values are the only input "
+            "of an exported file; torch.export.export takes spacing as well."
         )
     has_table, has_exponential = config.use_absolute_position_embeddings, needs_exponential(config)
     if dynamic_size and has_table:
@@ -198,7 +199,7 @@ def export_program(
     model.eval()
     try:
         # An already folded model has constants for its grids and computes the rotations of other grids.
-        folds = config.position_encoding in ENCODING_TRAITS and config.folded_grids is None
+        folds = encoding_of(config) is not None and config.folded_grids is None
         folds = folds and not (dynamic_size and has_exponential)
         exported = model.fold_rotations(grids=[grid]) if folds else model
         with torch.no_grad():

@@ -6,18 +6,17 @@ import sys
 
 import pytest
 import torch
-from encoding_cases import ENCODINGS, block_size, on_axes
+from encoding_cases import ENCODINGS, GRID_CONVENTIONS, block_size, on_axes
 
 import hf_liere
 from hf_liere.cli import main
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.encoding.positions import COORDINATES
+from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.plain import PLAIN_ENCODINGS, grid_positions
 
 
 def start_cases():
     for encoding in ENCODINGS:
-        for start in ENCODING_TRAITS[encoding].rotary_inits or (None,):
+        for start in KINDS[encoding].rotary_inits or (None,):
             axes, size = (3, 3) if start == "so3" else (2, 8)
             yield encoding, start, axes, block_size(encoding, 16, 2, size)
 
@@ -78,7 +77,7 @@ def test_options_mean_the_same(encoding):
     torch.testing.assert_close(plain(query, key, *places), layer(query, key, *places), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", GRID_CONVENTIONS)
 def test_grids_are_placed_as_by_the_package(coordinates):
     grids = {"grid": (3, 1, 5), "train_grid": (2, 4, 3)}
     expected = hf_liere.grid_positions(**grids, coordinates=coordinates).coordinates

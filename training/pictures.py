@@ -26,7 +26,7 @@ from matplotlib.patches import Circle
 
 from hf_liere import LieRotaryEmbedding, matrix_to_rotation_vector, rotation_vector_to_matrix
 from hf_liere.inspection.plots import COLOURS, draw
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.encoding.positions import TokenPositions
 from training.engine.runs import start
 from training.reporting.plots import reaches, styles
@@ -106,7 +106,7 @@ def unit_query() -> torch.Tensor:
 
 def positions_of(settings: dict, patches: torch.Tensor) -> torch.Tensor:
     """Coordinates (N, 2) of the patches (N, 2) of the grid in the convention of the encoding."""
-    convention = ENCODING_TRAITS[settings["position_encoding"]].coordinates
+    convention = ENCODINGS[settings["position_encoding"]].coordinates
     coordinates = TokenPositions.from_grid((GRID, GRID), (GRID, GRID), convention).coordinates
     return coordinates.view(GRID, GRID, 2)[patches[:, 0], patches[:, 1]].float()
 

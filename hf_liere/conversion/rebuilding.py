@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from ..models.encoding.encoding_traits import ENCODING_TRAITS, TRIPLES
+from ..models.encoding.kinds import ENCODINGS, TRIPLES
 from ..models.transformer.configuration_liere import LieREConfig, LieREViTConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError, refusing, sizes
@@ -13,7 +13,7 @@ from .base import ConversionError, refusing, sizes
 
 # Blocks of three channels cannot contain the planes of another encoding.
 LEARNED_ENCODINGS = tuple(
-    name for name, traits in ENCODING_TRAITS.items() if traits.learned and traits.block_sizes is not TRIPLES
+    name for name, traits in ENCODINGS.items() if traits.learned and traits.block_sizes is not TRIPLES
 )
 Config = TypeVar("Config", bound=LieREConfig)
 

@@ -34,17 +34,10 @@ import torch
 
 from ..inspection.common_planes import CommonPlanes, find_common_planes, generator_matrices
 from ..models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
-from ..models.encoding.encoding_traits import (
-    AXIAL,
-    AXIAL_FIELDS,
-    ENCODING_CLASSES,
-    ENCODING_TRAITS,
-    OWN_FIELDS,
-    generators_commute,
-    rotary_traits,
-    traits_of,
-)
+from ..models.encoding.fixed_encodings import AXIAL_FIELDS
+from ..models.encoding.kinds import ENCODINGS, encoding_of, generators_commute
 from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.encoding.rotary_fields import OWN_FIELDS
 from ..models.rotation.exponential import skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
@@ -119,7 +112,7 @@ def _check_coordinates(config: LieREConfig, coordinates: str) -> None:
         reason = "positions come with every input"
     elif config.position_table_size is not None:
         reason = "the table is read at coordinates"
-    elif traits_of(config) is None or old == coordinates:
+    elif encoding_of(config) is None or old == coordinates:
         return
     elif {old, coordinates} != {"train_grid", "centred_grid"}:
         reason = "only 'train_grid' and 'centred_grid' differ by a shift"
@@ -133,7 +126,7 @@ def _check_coordinates(config: LieREConfig, coordinates: str) -> None:
 
 
 def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:
-    traits = traits_of(config)
+    traits = encoding_of(config)
     learned = traits is not None and traits.learned
     for name in ("share_heads", "share_layers"):
         if changes[name] is None:
@@ -148,7 +141,7 @@ def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieRECon
     in_indices = getattr(config, "coordinates", None) in ("index", None)
     if config.position_encoding == "axial_rope" and in_indices:
         fields = ("rotary_init_scale", "rope_theta", *AXIAL_FIELDS)
-        start = {"rotary_init": AXIAL} | {name: getattr(config, name) for name in fields}
+        start = {"rotary_init": "axial"} | {name: getattr(config, name) for name in fields}
         with suppress(ConversionError):
             # Its generators are the start of later training, which the configuration then determines.
             upgraded = change_config(upgraded, start)
@@ -162,7 +155,7 @@ def _upgrade_parameters(
     The parameters of the new encoding by name, and the basis (layers or 1, heads or 1, D, D) for queries and keys;
     `None` if these do not change.
     """
-    target = ENCODING_CLASSES[new.position_encoding](new, new.num_axes)
+    target = ENCODINGS[new.position_encoding](new, new.num_axes)
     if encoding is None:
         zeros = torch.zeros(new.num_axes, target.layers, target.heads, target.num_planes, dtype=torch.float64)
         return target.parameters_for_planes(zeros), None
@@ -199,11 +192,11 @@ def _embed_blocks(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncodi
     """
     new = target.config
     old_size, size = matrices.shape[-1], new.block_size
-    if rotary_traits(old).product:
+    if encoding_of(old).product:
         raise ConversionError(
             f"No exact upgrade from {old.position_encoding}: its rotations are products of exponentials."
         )
-    if isinstance(target, EncodingInBasis) and not rotary_traits(new).proportional:
+    if isinstance(target, EncodingInBasis) and not encoding_of(new).proportional:
         raise ConversionError(
             f"No exact upgrade from {old.position_encoding} to {new.position_encoding} in place: it learns frequencies."
         )
@@ -275,7 +268,7 @@ def _assign_planes(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[in
         accepting = [block for block in free if axis is None or block % axes == axis]
         needed = -(-len(planes) // room)
         if len(accepting) < needed:
-            ratio = "one ratio of the axes" if ENCODING_TRAITS[encoding].proportional else "the axes"
+            ratio = "one ratio of the axes" if ENCODINGS[encoding].proportional else "the axes"
             shared = ratio if axis is None else f"axis {axis}"
             raise ConversionError(
                 f"No exact upgrade to {encoding} with block_size={target.block_size}: {len(planes)} planes of a head "
@@ -294,7 +287,7 @@ def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | 
     """
     magnitudes = frequencies.norm(dim=0)
     rotated = (magnitudes > 0).nonzero().flatten().tolist()
-    traits = ENCODING_TRAITS[encoding]
+    traits = ENCODINGS[encoding]
     if not traits.proportional:
         return [(None, rotated)]
     directions = frequencies / magnitudes.where(magnitudes > 0, 1)

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..auto import model_class
 from ..errors import require_libraries
 from ..libraries import library_of
-from ..models.encoding.encoding_traits import ENCODING_TRAITS
+from ..models.encoding.kinds import ENCODINGS
 from ..storage.saved_model import SavedModel
 from ..version import __version__
 from .checked_facts import RESULTS_FILE, facts_of_run, is_describable
@@ -115,7 +115,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         facts=facts,
         encoding=encoding,
         paper=common["papers"][encoding["paper"]],
-        rotary=facts.encoding in ENCODING_TRAITS,
+        rotary=facts.encoding in ENCODINGS,
         described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
         evaluated=facts.data_of("evaluation"),
         picture=PICTURE if pictures else None,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..models.encoding.conventions import needs_spacing
 from ..models.patched.vision_towers import Tower, find_towers
 from ..models.probing.module_inspection import takes
 from ..models.transformer.configuration_liere import pair
@@ -235,7 +236,7 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | t
     Options that a vision tower's `forward` needs for inputs of this size, for example of unpatched transformers models.
     Inputs of models with `physical` coordinates get an extent of one unit.
     """
-    if getattr(tower.module.config, "coordinates", None) == "physical":
+    if needs_spacing(tower.module.config):
         sizes = pixel_values.new_tensor(tower.module.pixels(pixel_values).shape[2:])
         return {"spacing": pixel_values.new_tensor(tower.module.config.physical_unit) / sizes}
     if not takes(tower.module, "interpolate_pos_encoding"):

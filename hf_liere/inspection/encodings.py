@@ -16,11 +16,13 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..models.encoding.commuting_encodings import FoldedPlanes
-from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
+from ..models.encoding.conventions import needs_spacing
 from ..models.encoding.fixed_encodings import grid_steps
 from ..models.encoding.folding import build_encoding
+from ..models.encoding.kinds import encoding_of
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.encoding.starts import start_of
 from ..models.fast.closed_forms import plane_rotations
 from ..models.rotation.exponential import block_rotations, skew
 from ..models.rotation.rotation import PlaneRotation
@@ -185,8 +187,9 @@ def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
 def patch_positions(encoding: RotaryEncoding) -> torch.Tensor:
     """(N, A) coordinates of the patches of the trained grid, without prefix tokens."""
     grid, coordinates = encoding.config.train_grid, encoding.config.coordinates
-    # For an input with an extent of one physical unit, these are the `unit` coordinates.
-    return TokenPositions.from_grid(grid, grid, "unit" if coordinates == "physical" else coordinates).coordinates
+    # For an input with an extent of one unit, these are the `unit` coordinates.
+    coordinates = "unit" if needs_spacing(encoding.config) else coordinates
+    return TokenPositions.from_grid(grid, grid, coordinates).coordinates
 
 
 def step_sizes(encoding: RotaryEncoding) -> torch.Tensor:
@@ -281,12 +284,12 @@ def relativity_error(
 
 def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:
     """Statistics of the generators' elements, see [`AngleStatistics`]."""
-    elements = _elements(generator_matrices(encoding), rotary_traits(encoding.config))
+    elements = _elements(generator_matrices(encoding), encoding_of(encoding.config))
     layer_std = elements.flatten(1).std(dim=1, correction=0)
     return AngleStatistics(elements.std(correction=0).item(), layer_std, *_densities(elements))
 
 
-def _elements(matrices: torch.Tensor, traits: EncodingTraits) -> torch.Tensor:
+def _elements(matrices: torch.Tensor, traits: type[RotaryEncoding]) -> torch.Tensor:
     """(layers, axes · blocks, heads · elements) of the upper triangles."""
     row, column = torch.triu_indices(*matrices.shape[-2:], offset=1)
     elements = matrices[..., row, column].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
@@ -303,7 +306,7 @@ def _densities(*samples: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def initialization(encoding: RotaryEncoding) -> Initialization | None:
     """Compare with untrained generators, see [`Initialization`]; `None` for fixed ones."""
-    config, traits = copy.deepcopy(encoding.config), rotary_traits(encoding.config)
+    config, traits = copy.deepcopy(encoding.config), encoding_of(encoding.config)
     if not traits.learned:
         return None
     config.folded_grids = None
@@ -367,12 +370,12 @@ def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
 
 def representation_error(encoding: RotaryEncoding) -> torch.Tensor | None:
     """
-    How far generators that started at `rotary_init="so3"` are from a representation of so(3): (layers, heads) largest
+    How far generators that started at a representation of so(3) are from one: (layers, heads) largest
     ‖[A_a, A_b] − A_c‖ / ‖A_c‖ over blocks and over (a, b, c) = (x, y, z), (y, z, x) and (z, x, y), in the Frobenius
     norm. It is 0 where R(p)ᵀR(q) represents p⁻¹q, and infinite where A_c is zero and [A_a, A_b] is not; `None` for any
     other start.
     """
-    if encoding.config.rotary_init != "so3":
+    if not start_of(encoding.config).takes_orientations:
         return None
     first, second, third = (generator_matrices(encoding).roll(-axis, dims=0) for axis in range(3))
     difference = (_commutator(first, second) - third).flatten(-2).norm(dim=-1)  # (3, layers, heads, blocks)

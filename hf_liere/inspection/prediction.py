@@ -14,6 +14,7 @@ from torch import nn
 
 from ..auto import load_checkpoint
 from ..errors import require_libraries
+from ..models.encoding.conventions import needs_spacing
 from ..models.patched.vision_towers import Tower
 from ..reading.clips import FrameReader
 from ..reading.volumes import ORIENTATION, is_scan
@@ -113,8 +114,7 @@ def predict(
                 "which this option does not support; leave it out."
             )
         preparation = Preparation.for_tower(tower, processor)
-        num_frames = preparation.num_frames
-        is_physical = getattr(tower.module.config, "coordinates", None) == "physical"
+        num_frames, is_physical = preparation.num_frames, needs_spacing(tower.module.config)
         reader = FrameReader(preparation.num_channels, getattr(processor, "intensity_range", None))
         if attention is not None and is_physical:
             raise InspectionError("--attention does not know physical coordinates; leave it out for this model.")

@@ -11,7 +11,8 @@ from pathlib import Path
 import jinja2
 import torch
 
-from ..models.encoding.encoding_traits import ENCODING_TRAITS
+from ..models.encoding.conventions import CONVENTIONS
+from ..models.encoding.kinds import ENCODINGS
 from ..version import __version__
 from . import plots
 from .analysis import Analysis, InspectedModel
@@ -21,21 +22,7 @@ from .encodings import EncodingAnalysis, Movement
 
 TEMPLATE = "report.html.jinja"
 CLASSES_SHOWN = 3
-ENCODINGS = {
-    "none": "no positions at all",
-    "absolute": "a learned table of absolute positions",
-    **{name: traits.description for name, traits in ENCODING_TRAITS.items()},
-}
-COORDINATES = {
-    "index": "patch indices 0, 1, 2, …",
-    "train_grid": "0 … 1 over the trained grid",
-    "centred_grid": "−½ … ½ over the trained grid",
-    "fixed_grid": "0 … 1 from the first to the last patch of any grid",
-    "train_index": "indices scaled to the trained grid",
-    "unit": "0 … 1 over any grid",
-    "unit_width": "0 … 1 over the width of any grid",
-    "physical": "lengths about the centre of the input, in physical_unit",
-}
+UNROTATED = {"none": "no positions at all", "absolute": "a learned table of absolute positions"}
 
 
 def render_report(models: Sequence[InspectedModel], comparison: Comparison | None = None) -> str:
@@ -64,8 +51,8 @@ def render_report(models: Sequence[InspectedModel], comparison: Comparison | Non
         ],
         comparison=comparison and _comparison_context(models, comparison),
         plots=plots,
-        encodings=ENCODINGS,
-        traits=ENCODING_TRAITS,
+        encodings=UNROTATED | {name: encoding.description for name, encoding in ENCODINGS.items()},
+        traits=ENCODINGS,
         describe_start=describe_start,
     )
 
@@ -98,6 +85,10 @@ def data_uri(svg: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
+def _describe(coordinates: str) -> str:
+    return f"{coordinates} ({CONVENTIONS[coordinates].description})"
+
+
 def facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Rows of the configuration table, named as in the configuration."""
     model = analysis.model
@@ -106,7 +97,7 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
         rows += [
             ("block_size", model["block_size"]),
             *((name, model[name]) for name in ("spins", "relative_axis", "position_scale") if name in model),
-            *(("coordinates", f"{name} ({COORDINATES[name]})") for name in [model.get("coordinates")] if name),
+            *(("coordinates", _describe(name)) for name in [model.get("coordinates")] if name),
             ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
             ("rotate_prefix", model["rotate_prefix"]),
             *((name, model[name]) for name in ("rotate_values",) if name in model),

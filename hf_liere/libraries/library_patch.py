@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..models.encoding.encoding_traits import rotary_traits
 from ..models.encoding.folding import build_encoding
+from ..models.encoding.kinds import encoding_of
 from ..models.patched.rotary_patch import RotaryPatchConfig, require_unpatched
 from ..models.patched.tower_patch import Patchable, TowerPatch, TowerPlan, choose_target
 from ..models.patched.vision_patch import make_tower_config
@@ -132,7 +132,7 @@ def _plan_tower(tower: LibraryTower, config: RotaryPatchConfig) -> TowerPlan:
     layers = tower.choose_layers(config.layers)
     _check_start(tower, config)
     tower.check_tokens()
-    turns = tower.rotates and rotary_traits(config).pretrained == "planes"
+    turns = tower.rotates and encoding_of(config).pretrained == "planes"
     heads, head_dim = tower.common_shape(layers, lambda layer: tower.head_shape(layer, turns))
     patch = tower.patch_class(config, tower.attention_names(layers), tower.kind, heads, head_dim, turns)
     if not tower.rotates:

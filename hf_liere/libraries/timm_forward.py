@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.encoding.encoding_traits import rotated_prefix
 from ..models.encoding.positions import TokenPositions
+from ..models.encoding.rotary_fields import rotated_prefix
 from ..models.fast.dispatch import product_dtype
 from ..models.patched.patched_forward import place_grid, place_samples
 from ..models.patched.tower_patch import Pass

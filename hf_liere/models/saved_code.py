@@ -23,29 +23,6 @@ OURS = re.compile(r"(?:configuration_liere|modeling_liere\w*|modeling_patched|vi
 RELATIVE_IMPORT = re.compile(r"^\s*from \.+(?:\w+\.)*(\w+) import", re.MULTILINE)
 
 
-class Parts(dict):
-    """What modules offer by name. Of these, the code of a checkpoint has those that its configuration needs."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind = kind
-
-    def offer(self, *names: str) -> Callable:
-        """Decorator of the class or function with these names."""
-
-        def keep(part):
-            self.update(dict.fromkeys(names, part))
-            return part
-
-        return keep
-
-    def __missing__(self, name: str):
-        raise ValueError(
-            f"{self.kind} {name!r} is not in the code of this checkpoint, which has {', '.join(self) or 'none'}; "
-            "accepted there, and with the package hf_liere all others: install it, and import hf_liere."
-        )
-
-
 class SavesItsCode(SavedBase):
     """Mixin of configurations and processors: `save_pretrained` writes the file that `auto_map` names."""
 
@@ -67,7 +44,7 @@ class SavesItsCode(SavedBase):
 
     def parts(self) -> list:
         """
-        The [`Parts`] that an object uses.
+        The [`parts.Parts`] that an object uses.
 
         Raises:
             ValueError: if the code of a checkpoint lacks one.

@@ -12,8 +12,8 @@ from hf_liere import upgrade_encoding
 from hf_liere.conversion.base import ConversionError
 from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.inspection.encodings import generator_matrices, learned_frequencies, relativity_error
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.models.encoding.kinds import ENCODINGS
 
 
 PAGE = ROOT / "docs" / "rotary_family.md"
@@ -32,10 +32,10 @@ def classifier(tiny, encoding):
 
 
 def test_the_table_has_every_encoding():
-    assert set(ROWS) == set(ENCODING_TRAITS)
+    assert set(ROWS) == set(ENCODINGS)
 
 
-@pytest.mark.parametrize("encoding", ENCODING_TRAITS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_sizes_of_blocks_and_numbers_of_parameters(encoding):
     block_size, parameters, _ = ROWS[encoding]
     config = hf_liere.LieREViTConfig(position_encoding=encoding)
@@ -44,7 +44,7 @@ def test_sizes_of_blocks_and_numbers_of_parameters(encoding):
     assert sum(parameter.numel() for parameter in learned) == int(parameters.replace(",", ""))
 
 
-@pytest.mark.parametrize("encoding", ENCODING_TRAITS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_which_generators_commute_and_are_relative(tiny, encoding):
     rotary = classifier(tiny, encoding).liere.rotary_encoding
     commutes = ROWS[encoding][2] == "yes"
@@ -55,10 +55,10 @@ def test_which_generators_commute_and_are_relative(tiny, encoding):
 
 
 ARROWS = [
-    *((encoding, "rope_mixed") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
-    *((encoding, "cayley_string") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
-    *((encoding, "liere") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
-    *((encoding, "liere_product") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
+    *((encoding, "rope_mixed") for encoding in ENCODINGS if ROWS[encoding][2] == "yes"),
+    *((encoding, "cayley_string") for encoding in ENCODINGS if ROWS[encoding][2] == "yes"),
+    *((encoding, "liere") for encoding in ENCODINGS if ROWS[encoding][2] == "yes"),
+    *((encoding, "liere_product") for encoding in ENCODINGS if ROWS[encoding][2] == "yes"),
     ("axial_rope", "comrope_ap"),
 ]
 

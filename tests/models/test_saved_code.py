@@ -17,7 +17,7 @@ from rope_cases import build as build_rotating
 import hf_liere
 from hf_liere import RotaryPatchConfig, patch
 from hf_liere.bundles import make_code
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.patched.modeling_patched import rotary_config
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_has_one_file_of_code(kind, files, tiny, tiny_video, tmp_pa
 
 
 SIZES_OF_BLOCKS = {"comrope_ap": 4, "circulant_string": 6}
-ROTARY = {name: {"position_encoding": name, "block_size": SIZES_OF_BLOCKS.get(name)} for name in ENCODING_TRAITS}
+ROTARY = {name: {"position_encoding": name, "block_size": SIZES_OF_BLOCKS.get(name)} for name in ENCODINGS}
 OTHERS = {
     "none": {"position_encoding": "none"},
     "absolute": {"position_encoding": "absolute"},
@@ -235,13 +235,13 @@ def test_the_file_computes_what_the_package_computes(case, tiny, tmp_path, monke
 
 
 @pytest.mark.parametrize("family", ["clip_vision", "llama"])
-@pytest.mark.parametrize("encoding", ENCODING_TRAITS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_patch_has_code(family, encoding):
     """In which no name means two things, and nothing is missing that a module imports."""
     plain = type((build_plain if family == "clip_vision" else build_rotating)(family)[0].config)
-    patch = {"position_encoding": encoding, "rotary_init": "zeros" if ENCODING_TRAITS[encoding].learned else None}
+    patch = {"position_encoding": encoding, "rotary_init": "zeros" if ENCODINGS[encoding].learned else None}
     if family == "llama":
-        if ENCODING_TRAITS[encoding].pretrained not in ("planes", "blocks"):
+        if ENCODINGS[encoding].pretrained not in ("planes", "blocks"):
             pytest.skip("Cannot start at RoPE.")
         patch["rotary_init"] = "pretrained"
     config = rotary_config(plain)(rotary_patch=patch)

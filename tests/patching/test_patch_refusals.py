@@ -52,7 +52,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "fields, message",
         [
-            ({"position_encoding": "sinusoid"}, "'sinusoid'; accepted are axial_rope"),
+            ({"position_encoding": "sinusoid"}, "'sinusoid'; accepted are liere"),
             ({"keep_absolute": "twice"}, "must be one of interpolate, train_size, fade, drop"),
             ({"keep_absolute": "fade", "absolute_weight": 2.0}, "absolute_weight=2.0"),
             ({"absolute_weight": 0.5}, "belongs to keep_absolute='fade'"),

@@ -12,7 +12,7 @@ from patching_checks import SHARED_CONFIG, build_patched, check_unpatched, unit_
 from reference import head_rotation
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.patched.vision_towers import find_towers
 from hf_liere.models.probing.module_inspection import head_shape, projections
@@ -23,7 +23,7 @@ def configs_of(model):
     (tower,) = find_towers(model)
     _, head_dim = head_shape(tower.attentions[0][1])
     for encoding in on_axes(len(tower.train_grid), NEUTRAL):
-        if accepted := ENCODING_TRAITS[encoding].block_sizes.accepted(head_dim, len(tower.train_grid)):
+        if accepted := ENCODINGS[encoding].block_sizes.accepted(head_dim, len(tower.train_grid)):
             yield RotaryPatchConfig(position_encoding=encoding, block_size=min(accepted, key=lambda b: abs(b - 4)))
 
 
@@ -64,7 +64,7 @@ def test_outputs_depend_on_differences_of_positions(name):
         return found
 
     for config in configs_of(model):
-        if ENCODING_TRAITS[config.position_encoding].commutes:
+        if ENCODINGS[config.position_encoding].commutes:
             randomize(patch(model, config))
             differences, expected = [], of_positions(lambda positions: positions)
             moved = of_positions(lambda positions: positions + 8)

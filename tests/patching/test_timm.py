@@ -39,7 +39,7 @@ from hf_liere.cli import main
 from hf_liere.hub.cards import push_card
 from hf_liere.libraries.timm_patch import EMBEDDINGS
 from hf_liere.libraries.timm_rope import SPECTRA
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.storage.saved_model import SavedModel
 
 
@@ -97,7 +97,7 @@ def test_start_gradients_and_unpatching(case, config):
 def test_every_encoding_starts_at_zero():
     model, inputs = VIT.build(), VIT.inputs()
     before = run(model, inputs)
-    for encoding, traits in ENCODING_TRAITS.items():
+    for encoding, traits in ENCODINGS.items():
         if traits.learned:
             config = RotaryPatchConfig(position_encoding=encoding)
             error = (run(patch(model, config), inputs) - before).abs().max()
@@ -607,7 +607,7 @@ def test_registered_models_take_timms_arguments():
     features = create(features_only=True, out_indices=[1], position_encoding="rope_mixed")
     assert is_patched(features) and features(normal(1, 1, 32, 32))[0].shape == (1, 192, 2, 2)
     refused = {
-        "accepted are axial_rope": {"position_encoding": "other"},
+        "accepted are liere": {"position_encoding": "other"},
         "nothing to start": {"rotary_init": "pretrained"},
     }
     for reason, options in refused.items():

@@ -2,17 +2,20 @@
 
 import torch
 
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.conventions import CONVENTIONS
+from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 
 
-ENCODINGS = tuple(ENCODING_TRAITS)
-LEARNED = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learned)
-COMMUTING = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.commutes)
-PRODUCTS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.product)
+ENCODINGS = tuple(KINDS)
+# Coordinates that follow from a grid alone.
+GRID_CONVENTIONS = tuple(name for name, convention in CONVENTIONS.items() if not convention.needs_spacing)
+LEARNED = tuple(name for name, traits in KINDS.items() if traits.learned)
+COMMUTING = tuple(name for name, traits in KINDS.items() if traits.commutes)
+PRODUCTS = tuple(name for name, traits in KINDS.items() if traits.product)
 # Encodings that fold into the query and key weights, where they have a basis, and need no exponentials.
 FOLDABLE = (*COMMUTING, "liere_product")
 # Encodings that can start without any rotation.
-NEUTRAL = tuple(name for name, traits in ENCODING_TRAITS.items() if "zeros" in traits.rotary_inits)
+NEUTRAL = tuple(name for name, traits in KINDS.items() if "zeros" in traits.rotary_inits)
 # One of each way to compute rotations, for tests that compile, which takes seconds each.
 COMPILED_FAST = ("liere", "comrope_ld", "liere_product")
 # Their basis is never the identity, so that even without any rotation queries and keys are rounded in it.
@@ -21,24 +24,24 @@ ROUNDED = ("circulant_string",)
 
 def on_axes(axes, encodings=ENCODINGS):
     """Those that exist on so many axes."""
-    return tuple(name for name in encodings if ENCODING_TRAITS[name].num_axes in (None, axes))
+    return tuple(name for name in encodings if KINDS[name].only_axes in (None, axes))
 
 
 def block_sizes(encoding, head_dim=24, axes=2, among=(2, 3, 4, 8, 24)):
     """The sizes of `among` that an encoding accepts; its only one if it has only one."""
-    accepted = ENCODING_TRAITS[encoding].block_sizes.accepted(head_dim, axes)
+    accepted = KINDS[encoding].block_sizes.accepted(head_dim, axes)
     return accepted if len(accepted) == 1 else [size for size in among if size in accepted]
 
 
 def block_size(encoding, head_dim=24, axes=2, wanted=4):
     """The size `wanted`, or the nearest that the encoding accepts."""
-    accepted = ENCODING_TRAITS[encoding].block_sizes.accepted(head_dim, axes)
+    accepted = KINDS[encoding].block_sizes.accepted(head_dim, axes)
     return min(accepted, key=lambda size: abs(size - wanted))
 
 
 def fields(encoding, head_dim=24, axes=2, wanted=4):
     """Fields of a configuration with any encoding, also `none` and `absolute`."""
-    if encoding not in ENCODING_TRAITS:
+    if encoding not in KINDS:
         return {"position_encoding": encoding}
     return {"position_encoding": encoding, "block_size": block_size(encoding, head_dim, axes, wanted)}
 

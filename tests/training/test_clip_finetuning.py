@@ -250,7 +250,7 @@ def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--position_encoding", "sinusoid"], "'sinusoid'; accepted are axial_rope"),
+        (["--position_encoding", "sinusoid"], "'sinusoid'; accepted are liere"),
         (["--block_size", 32], "block_size=32 does not fit a head_dim of 16"),
         (["--target", "text_model"], "matches no vision tower"),
         (["--position_encoding", "axial_rope"], "never starts neutral"),

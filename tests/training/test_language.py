@@ -384,7 +384,7 @@ CHECKPOINT = "CHECKPOINT"
         ([CHECKPOINT, "--config_overrides", "{}"], "--config_overrides is for new models"),
         ([CHECKPOINT, *PLANES, "--rotary_init", "zeros"], "pass rotary_init='pretrained'"),
         ([CHECKPOINT, "--position_encoding", "liere", "--block_size", 32], "block_size"),
-        ([CHECKPOINT, "--position_encoding", "sinusoid"], "'sinusoid'; accepted are axial_rope"),
+        ([CHECKPOINT, "--position_encoding", "sinusoid"], "'sinusoid'; accepted are liere"),
         ([CHECKPOINT, *PLANES, "--do_train", "false"], "accepted with --do_train only"),
         ([CHECKPOINT, "--trainable", "lora+rotary", "--lora_targets", "up_proj"], "'up_proj' matches none of .*q_proj"),
         ([CHECKPOINT, "--trainable", "lora+rotary", "--lora_targets", "("], "accepted: a regular expression"),

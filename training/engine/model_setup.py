@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from hf_liere import LieREVideoConfig, LieREViTConfig, upgrade_encoding
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.encoding_traits import TRAINING_ONLY
+from hf_liere.models.encoding.rotary_fields import TRAINING_ONLY
 from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig, pair
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 from hf_liere.reading.volumes import ORIENTATION

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from hf_liere import LieRETokensConfig, PoseEmbedding
 from hf_liere.errors import InputError
 from hf_liere.geometry.pose_attention import POSE_ATTENTION
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from training.common.arguments import TokensModelArguments
 from training.data.tokens import TokenData, TokenTable
 from training.engine.model_setup import resolve_config
@@ -68,7 +68,7 @@ def placement(table: TokenTable, position_encoding: str) -> tuple[list[float], f
     everything = np.concatenate(table.positions).astype(np.float64)
     low, extent = everything.min(axis=0), float(np.ptp(everything, axis=0).max())
     longest = max(map(len, table.positions)) ** (1 / everything.shape[1]) - 1
-    traits = ENCODING_TRAITS.get(position_encoding)
+    traits = ENCODINGS.get(position_encoding)
     wanted = longest if traits is not None and traits.coordinates == "index" else 1.0
     return low.tolist(), wanted / extent if extent > 0 and wanted > 0 else 1.0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.encoding.rotary_fields import RotaryFields
 from training.reporting.markdown import markdown, minus
 from training.reporting.result_table import SEEDS, Cell, Table, condition
@@ -200,7 +200,7 @@ def pair(given: dict[str, dict[str, Any]], against: dict[str, Any], ignored: set
 
 def _with_coordinates(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings with the coordinates that an encoding has unless they are stated."""
-    traits = ENCODING_TRAITS.get(settings.get("position_encoding"))
+    traits = ENCODINGS.get(settings.get("position_encoding"))
     stated = settings if settings.get("coordinates") else {**settings, "coordinates": traits and traits.coordinates}
     return {key: value for key, value in stated.items() if key != "coordinates" or value is not None}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from training.reporting.result_lines import correct_examples, decode_numbers
 from training.reporting.significance import FEWEST_SEEDS, Interval, Outcomes, bootstrap_mean
 
@@ -196,12 +196,12 @@ def method(settings: dict[str, Any], script: str = "image_classification", shown
     name = {
         "none": {"clip_finetuning": "Absolute", "language_modeling": "RoPE as it was"}.get(script, "no positions"),
         "absolute": "Absolute",
-    }.get(encoding) or ENCODING_TRAITS[encoding].title
+    }.get(encoding) or ENCODINGS[encoding].title
     if encoding == "none" and rest.pop("pose_columns", None):
         name = "PoseEmbedding"
     elif encoding == "liere":
         name += str(block or 8)
-    elif encoding in ENCODING_TRAITS and block not in (None, ENCODING_TRAITS[encoding].block_sizes.default):
+    elif encoding in ENCODINGS and block not in (None, ENCODINGS[encoding].block_sizes.default):
         name += f", block_size {block}"
     return ", ".join([name, *_named(rest)])
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from hf_liere.models.encoding.encoding_traits import traits_of
+from hf_liere.models.encoding.kinds import encoding_of
 from hf_liere.models.encoding.positions import GridPositions, TokenPositions
 from hf_liere.models.encoding.rotary_encoding import RotaryEncoding
 from hf_liere.models.fast.closed_forms import CLOSED_FORMS
@@ -60,7 +60,7 @@ def needed_work(addition: Addition) -> Work:
         return work
     if planes:
         work += plane_work(encoding, positions, planes, axes=positions.shape[-1] // factors)
-    elif traits_of(encoding.config).product:
+    elif encoding_of(encoding.config).product:
         work += product_work(encoding, positions)
     elif encoding.block_size in CLOSED_FORMS:
         work += quaternion_work(encoding, positions, learned)

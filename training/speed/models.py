@@ -24,8 +24,8 @@ from hf_liere import (
     LieREViTConfig,
     LieREViTForImageClassification,
 )
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.transformer.configuration_liere import LieREConfig
 from training.speed.peers import PEERS
 from training.speed.pseudo_code import NaiveRotation, PlainRotation
@@ -37,12 +37,12 @@ SIZES = {
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 UNROTATED = ("absolute", "none")
-ONE_SIZE = tuple(name for name, traits in ENCODING_TRAITS.items() if not traits.block_sizes.varies)
-BLOCKWISE = tuple(name for name in ENCODING_TRAITS if name not in ONE_SIZE)
+ONE_SIZE = tuple(name for name, traits in ENCODINGS.items() if not traits.block_sizes.varies)
+BLOCKWISE = tuple(name for name in ENCODINGS if name not in ONE_SIZE)
 # Encodings of the papers with pseudo-code, LieRE and ComRoPE.
 WITH_PSEUDO_CODE = ("axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
 TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
-ROW_NAME = re.compile(rf"(?:(folded|centred|naive|timm)_)?({'|'.join(UNROTATED + tuple(ENCODING_TRAITS))})(\d+)?")
+ROW_NAME = re.compile(rf"(?:(folded|centred|naive|timm)_)?({'|'.join(UNROTATED + tuple(ENCODINGS))})(\d+)?")
 NUM_LABELS = 1000
 MOST_GRAPHS = 1 << 12
 TUBELET_SIZE = 2
@@ -116,12 +116,12 @@ class Row:
         kind, encoding, size = match[1] or "own", match[2], match[3]
         if size and encoding not in BLOCKWISE:
             raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
-        taken = {"naive": WITH_PSEUDO_CODE, "timm": TIMM_MODELS}.get(kind, ENCODING_TRAITS)
+        taken = {"naive": WITH_PSEUDO_CODE, "timm": TIMM_MODELS}.get(kind, ENCODINGS)
         if kind != "own" and encoding not in taken:
             raise BenchmarkError(f"{name!r}: accepted are {encoding!r} and, after {kind}_, {', '.join(taken)}.")
         block_size = int(size) if size else None
-        if block_size is None and encoding in ENCODING_TRAITS:
-            block_size = ENCODING_TRAITS[encoding].block_sizes.default
+        if block_size is None and encoding in ENCODINGS:
+            block_size = ENCODINGS[encoding].block_sizes.default
         return cls(name, kind, encoding, block_size)
 
     @property
@@ -135,7 +135,7 @@ class Row:
 
     @property
     def learns(self) -> bool:
-        return self.encoding not in UNROTATED and ENCODING_TRAITS[self.encoding].learned
+        return self.encoding not in UNROTATED and ENCODINGS[self.encoding].learned
 
     @property
     def package(self) -> str | None:

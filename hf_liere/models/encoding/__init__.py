@@ -7,4 +7,11 @@ LieRE; `commuting_encodings.py`, `product_encodings.py` and `fixed_encodings.py`
 that a checkpoint contains those that it needs.
 """
 
-from . import commuting_encodings, fixed_encodings, folded_liere, product_encodings, rounded_planes  # noqa: F401 (offer)
+from . import (  # noqa: F401 (they offer)
+    commuting_encodings,
+    fixed_encodings,
+    folded_liere,
+    orientations,
+    product_encodings,
+    rounded_planes,
+)

@@ -3,10 +3,11 @@
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
-from .encoding_traits import DISPLACEMENTS
+from .conventions import CONVENTIONS, needs_spacing
 from .grouped_positions import GroupedPositions
 from .placement import Place, place_input
-from .positions import COORDINATES, TokenPositions
+from .positions import TokenPositions
+from .rotary_fields import DISPLACEMENTS
 
 
 def place_batch(
@@ -30,7 +31,7 @@ def place_batch(
     if not has_table and not needs_positions:
         return [], (), None
     drawn = training and any(getattr(config, name) != value for name, value in DISPLACEMENTS.items())
-    by_grid = has_table or config.coordinates == "physical" or drawn
+    by_grid = has_table or needs_spacing(config) or drawn
     if values_are_unknown(spatial_shapes) and not by_grid:
         shapes = spatial_shapes.to(device, working_dtype(device))  # (B, A)
         return [], (), place_shapes(config, shapes, num_patches)
@@ -85,5 +86,5 @@ def place_shapes(config, shapes: torch.Tensor, num_patches: int) -> TokenPositio
     strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
     sizes, trained = shapes.unsqueeze(1), shapes.new_tensor(config.train_grid)  # (B, 1, A), (A,)
     indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
-    patches = COORDINATES[config.coordinates](indices, sizes, trained, sizes[..., -1:])  # (B, N, A)
+    patches = CONVENTIONS[config.coordinates].place(indices, sizes, trained, sizes[..., -1:])  # (B, N, A)
     return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)

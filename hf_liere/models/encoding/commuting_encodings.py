@@ -13,9 +13,10 @@ from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew_from_pl
 from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
-from .encoding_traits import ENCODING_CLASSES, FREQUENCIES, rotary_traits
+from .kinds import CIRCULANTS, DIVISORS, DIVISORS_BY_AXIS, ENCODINGS, EVEN_DIVISORS, encoding_of
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
+from .starts import start_of
 
 
 # Relative deviation from proportional or axial generators that float32 rounding may cause.
@@ -94,7 +95,7 @@ class FoldedPlanes(RotaryEncoding):
         planes = self.num_blocks * (self.block_size // 2)
         self.frequencies = self.new_parameter(num_axes, self.layers, self.heads, planes).requires_grad_(False)
         self.inner = None
-        if rotary_traits(config).product and num_axes > 1:
+        if encoding_of(config).product and num_axes > 1:
             shape = (num_axes - 1, self.layers, self.heads, self.num_blocks, self.block_size, self.block_size)
             self.inner = self.new_parameter(*shape).requires_grad_(False)
         else:
@@ -137,7 +138,7 @@ class FoldedPlanes(RotaryEncoding):
             init.copy_(self.inner, torch.eye(self.inner.shape[-1]).expand_as(self.inner))
 
 
-@ENCODING_CLASSES.offer("comrope_ap")
+@ENCODINGS.offer("comrope_ap")
 class ComRoPEAxialPartition(EncodingInBasis):
     """
     ComRoPE-AP (§3.3.1, eq. 8): block j rotates with coordinate j mod A only, so generators of different axes act on
@@ -149,6 +150,14 @@ class ComRoPEAxialPartition(EncodingInBasis):
     Attributes:
         generators: (layers or 1, heads or 1, blocks, b(b−1)/2).
     """
+
+    description = "ComRoPE-AP: learned rotations whose generators commute, each block serving one axis"
+    block_sizes = DIVISORS_BY_AXIS
+    rotary_inits = ("normal", "uniform", "zeros", "axial")
+    coordinates = "unit"
+    rotate_prefix = True
+    serves_one_axis = True
+    proportional = True
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
@@ -224,7 +233,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         return basis, generators, torch.stack([generators[..., plane + 1, plane] for plane in planes], dim=-1)
 
 
-@ENCODING_CLASSES.offer("comrope_ld")
+@ENCODINGS.offer("comrope_ld")
 class ComRoPELinearlyDependent(ComRoPEAxialPartition):
     """
     ComRoPE-LD (§3.3.2, eq. 10): A_a = θ_a (P − Pᵀ); the generators of all axes are multiples of one matrix and commute.
@@ -236,6 +245,10 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         generators: (layers or 1, heads or 1, blocks, b(b−1)/2), entries of P − Pᵀ.
         multipliers: (A, layers or 1, heads or 1, blocks), the θ_a.
     """
+
+    description = "ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix"
+    block_sizes = DIVISORS
+    serves_one_axis = False
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
@@ -268,11 +281,11 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if self.config.rotary_init not in FREQUENCIES:
+        if not start_of(self.config).has_planes:
             init.normal_(self.multipliers)
 
 
-@ENCODING_CLASSES.offer("cayley_string")
+@ENCODINGS.offer("cayley_string")
 class CayleyString(EncodingInBasis):
     """
     Cayley-STRING (Schenck et al., "Learning the RoPEs", arXiv 2502.02562): R(p) = P RoPE-Mixed(p) Pᵀ with P =
@@ -290,6 +303,11 @@ class CayleyString(EncodingInBasis):
 
         ViT-B, 2-D, has 9,216 frequencies and, for b = head_dim = 64, 290,304 entries of S.
     """
+
+    description = "Cayley-STRING: RoPE-Mixed in a learned orthogonal basis, the Cayley map of a skew matrix"
+    block_sizes = EVEN_DIVISORS
+    rotary_inits = ("frequencies", "golden_gate", "uniform", "normal", "zeros", "axial")
+    rope_theta = 10.0
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
@@ -314,7 +332,7 @@ class CayleyString(EncodingInBasis):
         init.zeros_(self.skew)
 
 
-@ENCODING_CLASSES.offer("circulant_string")
+@ENCODINGS.offer("circulant_string")
 class CirculantString(EncodingInBasis):
     """
     Circulant-STRING (arXiv 2502.02562, eq. 11): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant
@@ -329,6 +347,12 @@ class CirculantString(EncodingInBasis):
     Attributes:
         generators: (A, layers or 1, heads or 1, blocks, ⌊(b−1)/2⌋), the s_k; ViT-B, 2-D, b = 16: 8,064 numbers.
     """
+
+    description = "Circulant-STRING: learned rotations whose generators commute, being circulant"
+    block_sizes = CIRCULANTS
+    rotary_inits = ("frequencies", "golden_gate", "uniform", "normal", "zeros")
+    rope_theta = 10.0
+    pretrained = "its blocks rotate the planes of a Fourier basis, not pairs of channels as RoPE does"
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)

@@ -4,21 +4,22 @@ import torch
 from torch import nn
 
 from ..fast.dispatch import working_dtype
-from .encoding_traits import AXIAL, ENCODING_CLASSES, FREQUENCIES, axis_of_plane
-from .positions import COORDINATES
+from .conventions import CONVENTIONS
+from .kinds import ENCODINGS, PLANES, encoding_of
 from .rotary_encoding import RotaryEncoding
+from .starts import STARTS, Spectrum
+
+
+GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
+AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
 
 
 def grid_steps(train_grid: tuple[int, ...], coordinates: str) -> tuple[float, ...]:
-    """
-    Distance of neighbouring patches of the training grid on every axis, in `coordinates`; for `physical`, that of an
-    input with an extent of one unit.
-    """
-    place = COORDINATES["unit" if coordinates == "physical" else coordinates]
+    """Distance of neighbouring patches of the training grid on every axis, in `coordinates`."""
+    place = CONVENTIONS[coordinates].place
     return tuple(place(1.0, size, size, train_grid[-1]) - place(0.0, size, size, train_grid[-1]) for size in train_grid)
 
 
-@FREQUENCIES.offer("golden_gate")
 def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
     """
     Golden gate RoPE's spectrum (Xiong, jerryxio.ng/posts/nd-rope): plane i
@@ -69,23 +70,94 @@ def axial_frequencies(config, num_axes: int, device: torch.device) -> torch.Tens
     return config.rope_theta**-exponents * (axis == axes)
 
 
-@FREQUENCIES.offer(AXIAL)
-def axial_start(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
+@STARTS.offer("golden_gate")
+class GoldenGate(Spectrum):
+    """The frequencies of golden gate RoPE, see [`golden_gate_frequencies`]."""
+
+    fields = GOLDEN_GATE_FIELDS
+
+    @classmethod
+    def frequencies(cls, config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
+        return golden_gate_frequencies(config, num_axes, layers, heads, planes)
+
+
+@STARTS.offer("axial")
+class Axial(Spectrum):
     """
     The frequencies with which an encoding rotates patches of the training grid as `axial_rope` with `index`
     coordinates: those of `axial_rope` divided by the distance of neighbouring patches in the encoding's `coordinates`.
     Models of tokens and the layer have no grid and take coordinates as given. Planes beyond those of `axial_rope` are
     not rotated.
-
-    Returns:
-        (A, layers, heads, planes) in float64 on the CPU.
     """
-    frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, heads or 1, planes)
-    train_grid = getattr(config, "train_grid", None)
-    if train_grid is not None:
-        frequencies = frequencies / frequencies.new_tensor(grid_steps(train_grid, config.coordinates)).view(-1, 1, 1)
-    padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, heads or 1, planes)
-    return padded.unsqueeze(1).expand(num_axes, layers, heads, planes)
+
+    fields = AXIAL_FIELDS
+    rope_theta = 100.0
+
+    @classmethod
+    def frequencies(cls, config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
+        frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, heads or 1, planes)
+        train_grid = getattr(config, "train_grid", None)
+        if train_grid is not None:
+            steps = frequencies.new_tensor(grid_steps(train_grid, config.coordinates))
+            frequencies = frequencies / steps.view(-1, 1, 1)
+        padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, heads or 1, planes)
+        return padded.unsqueeze(1).expand(num_axes, layers, heads, planes)
+
+    @classmethod
+    def obstacle(cls, config) -> str | None:
+        """Why the encoding cannot rotate pairs of channels in place as `axial_rope` does."""
+        encoding, name, head_dim, axes = encoding_of(config), config.position_encoding, config.head_dim, config.num_axes
+        if obstacle := heads_obstacle(config):
+            return obstacle
+        # In whole heads, the axis is the only one.
+        shared = 1 if config.axial_layout == "heads" else axes
+        count = head_dim // (2 * shared)
+        if not count:
+            return f"head_dim={head_dim} is too small for axial_rope, which needs a plane for each of {axes} axes"
+        served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(shared * count)]
+        sizes = encoding.block_sizes.accepted(head_dim, axes)
+        reasons = {size: _block_obstacle(encoding, size, head_dim, axes, served) for size in sizes}
+        if (reason := reasons[config.block_size]) is None:
+            return None
+        fitting = [size for size, other in reasons.items() if other is None]
+        return (
+            f"{name} cannot contain axial_rope with head_dim={head_dim}, {axes} axes and axial_layout="
+            f"{config.axial_layout!r}: {reason}; accepted here: block_size in {fitting}"
+        )
+
+
+def heads_obstacle(config) -> str | None:
+    """Why heads cannot serve one axis each, where `axial_layout` says so."""
+    heads, axes = config.num_attention_heads, config.num_axes
+    if config.axial_layout != "heads" or (
+        heads >= axes and not config.share_heads and config.axial_spectrum != "shared"
+    ):
+        return None
+    return (
+        f"axial_layout='heads' needs a head for each of {axes} axes, share_heads=False and axial_spectrum='full'; here "
+        f"are {heads} heads, share_heads={config.share_heads} and axial_spectrum={config.axial_spectrum!r}"
+    )
+
+
+def _block_obstacle(encoding, size: int, head_dim: int, axes: int, served: list[int]) -> str | None:
+    """Why blocks of one size do not contain planes whose axes are `served`."""
+    rotated = head_dim // size * size
+    if size % 2:
+        return f"blocks of {size} channels would cut its planes of two"
+    if rotated < 2 * len(served):
+        return f"blocks leave {head_dim - rotated} channels unrotated, axial_rope only {head_dim - 2 * len(served)}"
+    if encoding.proportional:
+        blocks = [set(served[first : first + size // 2]) for first in range(0, len(served), size // 2)]
+        if any(len(block) > 1 for block in blocks):
+            return "a block would rotate planes of several axes, and its generators are multiples of one matrix"
+        if encoding.serves_one_axis and any(block != {index % axes} for index, block in enumerate(blocks)):
+            return "its blocks serve the axes in turn"
+    return None
+
+
+def axis_of_plane(plane: int | torch.Tensor, planes_per_axis: int, num_axes: int, layout: str | None):
+    """The axis that plane i of a head of `axial_rope` serves, for one or many i."""
+    return plane % num_axes if layout == "interleaved" else plane // planes_per_axis
 
 
 def fixed_scale(config) -> float:
@@ -93,7 +165,7 @@ def fixed_scale(config) -> float:
     return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
 
 
-@ENCODING_CLASSES.offer("axial_rope")
+@ENCODINGS.offer("axial_rope")
 class AxialRoPE(RotaryEncoding):
     """
     RoPE on each axis separately, nothing learned (VisionLLaMA; RoPE-ViT §3.1): an axis has q = ⌊head_dim / 2A⌋ planes,
@@ -107,22 +179,44 @@ class AxialRoPE(RotaryEncoding):
     different numbers of planes, which is not supported here.
     """
 
+    description = "Axial RoPE: planes that each rotate with one axis, by fixed frequencies"
+    block_sizes = PLANES
+    rope_theta = 100.0
+    serves_one_axis = True
+    pretrained = "it learns nothing"
+    fields = AXIAL_FIELDS
+
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
         self.layers = 1
         self.heads = config.num_attention_heads if config.axial_layout == "heads" else 1
+
+    @classmethod
+    def obstacle(cls, config) -> str | None:
+        head_dim, axes = config.head_dim, config.num_axes
+        if head_dim < 2 * axes:
+            return (
+                f"A head_dim of {head_dim} is too small for {config.position_encoding} on {axes} axes: it needs a "
+                f"plane for each axis, so at least {2 * axes}"
+            )
+        return heads_obstacle(config)
 
     def entries(self, device: torch.device) -> torch.Tensor:
         frequencies = fixed_scale(self.config) * axial_frequencies(self.config, self.num_axes, device)
         return frequencies[:, None, :, :, None]  # (A, 1, heads or 1, planes, 1)
 
 
-@ENCODING_CLASSES.offer("golden_gate_rope")
+@ENCODINGS.offer("golden_gate_rope")
 class GoldenGateRoPE(RotaryEncoding):
     """
     Planes with fixed frequencies of all axes, see [`golden_gate_frequencies`], times `rotary_init_scale`, 1 by default;
     nothing is learned. Heads differ unless they are shared, layers do not. An odd last channel is not rotated.
     """
+
+    description = "Golden gate RoPE: rotations of planes by fixed frequencies whose directions are spread evenly"
+    block_sizes = PLANES
+    pretrained = "it learns nothing"
+    fields = GOLDEN_GATE_FIELDS
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)

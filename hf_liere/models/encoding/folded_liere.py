@@ -10,8 +10,8 @@ from transformers import initialization as init
 
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
-from .encoding_traits import FOLDED
 from .grouped_positions import GroupedPositions
+from .kinds import FOLDED
 from .positions import GridPositions, TokenPositions
 from .rotary_encoding import LieRE
 

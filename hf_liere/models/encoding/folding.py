@@ -8,9 +8,9 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
-from .encoding_traits import ENCODING_CLASSES, ROUNDED, TRAINING_ONLY, needs_exponential, traits_of
+from .kinds import ENCODINGS, ROUNDED, encoding_of, needs_exponential
 from .rotary_encoding import RotaryEncoding
-from .rotary_fields import RotaryFields, check_rotations
+from .rotary_fields import TRAINING_ONLY, RotaryFields, check_rotations
 
 
 @strict
@@ -44,12 +44,12 @@ class EncodingConfig(RotaryFields):
 
 def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
     """[`build_encoding`], or `None` for `none` and `absolute`, which do not rotate."""
-    return None if traits_of(config) is None else build_encoding(config, num_axes)
+    return None if encoding_of(config) is None else build_encoding(config, num_axes)
 
 
 def build_encoding(config, num_axes: int) -> RotaryEncoding:
     """The module for `config.position_encoding`, which rotates, initialised by `rotary_init`."""
-    kind = ENCODING_CLASSES[config.position_encoding]
+    kind = ENCODINGS[config.position_encoding]
     if config.folded_grids is not None:
         kind = kind.folded_class(config)
     elif getattr(config, "round_angles", False):
@@ -68,7 +68,7 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
 def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) -> nn.Module:
     """See `LieREPreTrainedModel.fold_rotations`."""
     config = model.config
-    if config.folded_grids is not None or traits_of(config) is None:
+    if config.folded_grids is not None or encoding_of(config) is None:
         raise ValueError(
             f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
             f"folded_grids={config.folded_grids}."

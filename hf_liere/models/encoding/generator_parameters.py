@@ -1,30 +1,10 @@
 """Values of the parameters of an encoding: where they start, and which ones give a wanted rotation."""
 
-import math
-
 import torch
-from transformers import initialization as init
 
 from ..fast.closed_forms import CLOSED_FORMS
 from ..rotation.rotation import LearnedRotations
-from .encoding_traits import FREQUENCIES
-
-
-@FREQUENCIES.offer("frequencies")
-def geometric_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
-    """
-    RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head form one group per axis, plane i of q in a group
-    rotates with θ^(−i/q), and the groups' directions are random and orthonormal, drawn for every layer and head.
-
-    Returns:
-        (A, layers, heads, planes).
-    """
-    group_size = math.ceil(planes / num_axes)
-    plane = torch.arange(planes)  # (planes,)
-    magnitudes = config.rope_theta ** -((plane % group_size) / group_size)  # (planes,)
-    # torch has no QR decomposition of half types. (layers, heads, A, A)
-    directions, _ = torch.linalg.qr(torch.randn(layers, heads, num_axes, num_axes, dtype=torch.float32))
-    return (directions[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)
+from .starts import start_of
 
 
 class GeneratorParameters(LearnedRotations):
@@ -33,18 +13,8 @@ class GeneratorParameters(LearnedRotations):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise all parameters by `rotary_init` and `rotary_init_scale`, unless a checkpoint provided them."""
-        name, scale = self.config.rotary_init, self.config.rotary_init_scale
-        if name == "uniform":
-            init.uniform_(self.generators, 0.0, scale)
-        elif name == "normal":
-            init.normal_(self.generators, 0.0, scale)
-        elif name == "zeros":
-            init.zeros_(self.generators)
-        elif name is not None:
-            # (A, layers or 1, heads or 1, planes)
-            frequencies = FREQUENCIES[name](self.config, self.num_axes, self.layers, self.heads, self.num_planes)
-            for parameter, values in self.parameters_for_planes(frequencies * scale).items():
-                init.copy_(getattr(self, parameter), values.to(getattr(self, parameter)))
+        if self.config.rotary_init is not None:
+            start_of(self.config).reset(self)
 
     @property
     def num_planes(self) -> int:
@@ -82,9 +52,9 @@ class GeneratorParameters(LearnedRotations):
         shape = (-1, *[1] * (self.generators.ndim - 1))
         return {"generators": self.generators * factors.to(self.generators).view(shape)}
 
-    @staticmethod
-    def closed_forms(config) -> list:
-        """What computes the blocks of a configuration without a general exponential."""
+    @classmethod
+    def parts(cls, config) -> list:
+        """What the code of a checkpoint needs beside this class, see [`parts.Parts`]."""
         return [form for size, form in CLOSED_FORMS.items() if size == config.block_size]
 
     @classmethod

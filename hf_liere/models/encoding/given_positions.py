@@ -7,6 +7,7 @@ from transformers.utils import logging
 
 from ..fast.dispatch import values_are_unknown, working_dtype
 from .positions import TokenPositions, require_tensors
+from .starts import start_of
 
 
 logger = logging.get_logger(__name__)
@@ -73,7 +74,7 @@ def check_coordinates(config, positions: torch.Tensor) -> None:
         return
     if not torch.isfinite(positions).all():
         raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
-    if config.rotary_init == "so3" and (positions.detach().norm(dim=-1) > 2 * math.pi).any():
+    if start_of(config).takes_orientations and (positions.detach().norm(dim=-1) > 2 * math.pi).any():
         logger.warning_once(
             "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
             "torch.deg2rad converts degrees."

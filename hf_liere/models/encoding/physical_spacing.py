@@ -3,6 +3,7 @@
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
+from .conventions import needs_spacing
 from .positions import patch_indices
 
 
@@ -55,7 +56,7 @@ def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tens
     for name, value in (("spacing", spacing), ("frame_times", frame_times)):
         if value is None:
             continue
-        if config.coordinates != "physical":
+        if not needs_spacing(config):
             raise ValueError(
                 f"{name} was given, but coordinates={config.coordinates!r} do not depend on it: accepted with "
                 "coordinates='physical'."

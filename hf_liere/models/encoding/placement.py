@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..fast.dispatch import working_dtype
+from .conventions import needs_spacing
 from .displacements import draw_displacements
 from .physical_spacing import physical_extents
 from .positions import TokenPositions, patch_indices
@@ -38,9 +39,9 @@ def place_patches(
     Args:
         config: A [`LieREPixelConfig`].
         offsets: (…, N, A) displacements of patches in patch extents.
-        extents: (A,) or (B, A) extents e of a patch, for `coordinates="physical"`, see [`physical_extents`]. The patch
-            with index i on an axis of n patches is at ½ + (i + ½ − n/2)·e: the centre of the input is at ½, and an
-            input with an extent of 1 has `unit` coordinates.
+        extents: (A,) or (B, A) extents e of a patch, where `coordinates` need spacing, see [`physical_extents`]. The
+            patch with index i on an axis of n patches is at ½ + (i + ½ − n/2)·e: the centre of the input is at ½, and
+            an input with an extent of 1 has `unit` coordinates.
     """
     if not config.uses_positions:
         return None
@@ -74,7 +75,7 @@ def place_input(
         needs_positions: Whether the caller gave no positions.
     """
     extents = offsets = displaced = None
-    if config.coordinates == "physical" and needs_positions:
+    if needs_positions and needs_spacing(config):
         # (A,) or (1 or B, A), (1 or B, N, A)
         extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device)
     if training:

@@ -7,28 +7,7 @@ import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
 from ..fast.scaling_and_squaring import Rays
-
-
-def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:
-    return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
-
-
-def _place_on_train_grid(index, size, trained, width):
-    return index * (size / trained / _at_least_one(size - 1))
-
-
-# (index of a patch, size n of its axis, n₀ of training, size of the last axis), see `TokenPositions.from_grid`.
-COORDINATES = {
-    "index": lambda index, size, trained, width: index,
-    "train_grid": _place_on_train_grid,
-    "centred_grid": lambda index, size, *others: _place_on_train_grid(index - (size - 1) / 2, size, *others),
-    "train_index": lambda index, size, trained, width: index * (trained / size),
-    "fixed_grid": lambda index, size, trained, width: index * (1 / _at_least_one(size - 1)),
-    "unit": lambda index, size, trained, width: (index + 0.5) / size,
-    "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
-}
-# Conventions that multiply the index, or its distance from the middle.
-PROPORTIONAL = ("index", "train_grid", "centred_grid", "train_index", "fixed_grid")
+from .conventions import CONVENTIONS
 
 
 class TokenPositions:
@@ -65,17 +44,17 @@ class TokenPositions:
 
         Args:
             grid, train_grid: Patches per axis of the input, and in training; A numbers each.
-            coordinates: A convention of [`GridFields`], except `physical`.
+            coordinates: A convention of [`GridFields`] that needs no spacing.
             prefix_coordinate: Coordinate of prefix tokens on every axis.
             offsets: (N, A) displacements of patches in patch extents, from [`draw_perturbation`].
 
         Raises:
-            ValueError: for any other `coordinates`; for `physical` call [`place_patches`].
+            ValueError: for any other `coordinates`; for those of a spacing call [`place_patches`].
         """
-        if coordinates == "physical":
-            raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
-        if coordinates not in COORDINATES:
-            raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
+        if CONVENTIONS[coordinates].needs_spacing:
+            raise ValueError(
+                f"coordinates={coordinates!r} follow from the spacing of an input, not from its grid alone."
+            )
         device = torch.empty(0).device if device is None else device
         facts = GridFacts(
             tuple(grid), tuple(train_grid), coordinates, num_prefix_tokens, float(prefix_coordinate), device, dtype
@@ -121,7 +100,7 @@ class GridFacts(NamedTuple):
     Attributes:
         grid: Patches per axis.
         train_grid: Patches per axis in training.
-        convention: A key of `COORDINATES`.
+        convention: A key of `CONVENTIONS`.
         num_prefix_tokens: Number P of class and register tokens.
         prefix_coordinate: Coordinate of prefix tokens on every axis.
         device, dtype: Those of the coordinates.
@@ -137,7 +116,7 @@ class GridFacts(NamedTuple):
 
     def coordinates(self, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """(P + N, A), with patches displaced by (N, A) `offsets` in patch extents."""
-        place = COORDINATES[self.convention]
+        place = CONVENTIONS[self.convention].place
         indices = patch_indices(self.grid, offsets, self.device, self.dtype)  # (N, A)
         axes = zip(indices.unbind(-1), self.grid, self.train_grid)  # ((N,), n, n₀) for every axis
         patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
@@ -145,9 +124,10 @@ class GridFacts(NamedTuple):
 
     def rays(self) -> Rays | None:
         """Rays from the origin, if prefix tokens sit there and the first patch or the middle of the grid does."""
-        if self.convention not in PROPORTIONAL or (self.prefix_coordinate != 0 and self.num_prefix_tokens):
+        convention = CONVENTIONS[self.convention]
+        if not convention.is_proportional or (self.prefix_coordinate != 0 and self.num_prefix_tokens):
             return None
-        return Rays(self.grid, self.num_prefix_tokens, self.convention == "centred_grid")
+        return Rays(self.grid, self.num_prefix_tokens, convention.centre == 0)
 
 
 class GridPositions(TokenPositions):

@@ -9,12 +9,15 @@ from transformers.utils.generic import maybe_autocast
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from .commuting_encodings import CayleyString
-from .encoding_traits import ENCODING_CLASSES
+from .kinds import ENCODINGS, TRIPLES
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
 
 
-@ENCODING_CLASSES.offer("liere_product")
+PRODUCT_FIELDS = {"relative_axis": 0}
+
+
+@ENCODINGS.offer("liere_product")
 class LieREProduct(CayleyString):
     """
     R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ: Cayley-STRING for every axis alone, each with a learned basis U_a. Rotations of
@@ -38,6 +41,11 @@ class LieREProduct(CayleyString):
 
         ViT-B, 2-D, has 9,216 frequencies and, for b = head_dim = 64, 580,608 entries of S.
     """
+
+    description = "LieRE product: R(p) = Π Uₐ rot(pₐ ωₐ) Uₐᵀ, planes of each axis in a learned basis"
+    commutes = False
+    product = True
+    fields = PRODUCT_FIELDS
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
@@ -74,7 +82,7 @@ def inner_bases(bases: torch.Tensor) -> torch.Tensor:
     return bases[1:].transpose(-1, -2) @ bases[:-1]
 
 
-@ENCODING_CLASSES.offer("spherical_rope")
+@ENCODINGS.offer("spherical_rope")
 class SphericalRoPE(RotaryEncoding):
     """
     Spherical RoPE ("A Circular Argument", arXiv 2511.08368): R(p) = R_z(ω₀ p₀) R_x(ω₁ p₁) in blocks of three channels,
@@ -86,12 +94,22 @@ class SphericalRoPE(RotaryEncoding):
     they are; so it is here, with p = (y, x). Its frequencies are ω_d = 100^(−2d/D) on both axes, fixed or learned
     (Table 2, appendix G). Here block i of K starts at θ^(−i/K), the same for D = 2K, and is learned;
     `requires_grad_(False)` keeps it. Its coordinates run from −π to π over the trained image and further over larger
-    ones: `coordinates="centred_grid"` with `rotary_init_scale=2π`. With `relative_axis=1` x takes the place of y. We
+    ones: `centred_grid` with `rotary_init_scale=2π`. With `relative_axis=1` x takes the place of y. We
     know no published form for other numbers of axes.
 
     Attributes:
         generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.
     """
+
+    description = "Spherical RoPE: products of rotations of three channels about two of their axes"
+    block_sizes = TRIPLES
+    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
+    rope_theta = 100.0
+    commutes = False
+    product = True
+    only_axes = 2
+    pretrained = "it rotates three channels, not pairs of channels as RoPE does"
+    fields = PRODUCT_FIELDS
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)

@@ -8,16 +8,18 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from ..parts import check_name
 from ..probing.planes import channel_pairs
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
-from .encoding_traits import ENCODING_TRAITS, check_encoding, generators_commute
 from .folding import EncodingConfig, build_encoding
 from .given_positions import check_coordinates
+from .kinds import ENCODINGS, generators_commute
 from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into, reorder_channels
 from .starting_values import check_start, start_at
+from .starts import start_of
 
 
 class LieRotaryEmbedding(nn.Module):
@@ -96,7 +98,7 @@ class LieRotaryEmbedding(nn.Module):
         num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         if min(num_heads, num_key_value_heads) < 1 or num_heads % num_key_value_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_key_value_heads={num_key_value_heads}.")
-        check_encoding(position_encoding, ENCODING_TRAITS)
+        check_name("position_encoding", position_encoding, ENCODINGS)
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
         pairs = None
@@ -344,10 +346,10 @@ class LieRotaryEmbedding(nn.Module):
             )
         if not isinstance(positions, GridPositions):
             check_coordinates(self.config, positions.coordinates)
-        elif self.config.rotary_init == "so3":
+        elif start_of(self.config).takes_orientations:
             raise ValueError(
-                "positions are those of a grid of patches; with rotary_init='so3' they are orientations, rotation "
-                "vectors of shape (tokens, 3) or (batch, tokens, 3)."
+                f"positions are those of a grid of patches; with rotary_init={self.config.rotary_init!r} they are "
+                "orientations, rotation vectors of shape (tokens, 3) or (batch, tokens, 3)."
             )
         if len(positions.shape) not in (2, 3) or positions.shape[-1] != self.num_axes:
             raise ValueError(

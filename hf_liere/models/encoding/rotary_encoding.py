@@ -1,23 +1,22 @@
 """Rotary encodings: the rotations of every layer, and LieRE, whose generators are free."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from transformers import initialization as init
 
 from ..fast.closed_forms import plane_rotations
 from ..fast.dispatch import working_dtype
 from ..fast.scaling_and_squaring import Rays
-from ..rotation.exponential import layer_block_rotations, skew, skew_entries
+from ..rotation.exponential import layer_block_rotations, skew
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
-from ..rotation.spins import representation
-from .encoding_traits import ENCODING_CLASSES, FOLDED, needs_exponential
 from .generator_parameters import GeneratorParameters
 from .grouped_positions import GroupedPositions
+from .kinds import ANY, ENCODINGS, FOLDED, PLANES, BlockSizes, needs_exponential
 from .positions import GridPositions, TokenPositions
 from .rotation_cache import RotationCache
+from .starts import STARTS
 
 
 Kind = TypeVar("Kind", bound=Rotation)
@@ -36,10 +35,46 @@ class RotaryEncoding(GeneratorParameters):
     Args:
         config: A [`LieREConfig`] whose `position_encoding` is rotary.
         num_axes: Number A of axes of a position.
+
+    Attributes:
+        description: Name in tables, and after a colon its explanation in reports on models.
+        block_sizes: Accepted sizes of blocks.
+        rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
+        rope_theta: Default of `rope_theta`; `None` if the encoding does not use it.
+        coordinates: Default of `coordinates`.
+        commutes: Whether the generators of all axes commute for any values, which makes rotations relative. Blocks of
+            two channels always do.
+        rotate_prefix: Default of `rotate_prefix` where the centre of an input is at ½.
+        product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a), the factor of `relative_axis` first.
+        serves_one_axis: Whether every block has a generator for one axis only.
+        proportional: Whether the generators of a block are multiples of one matrix.
+        only_axes: The only number of axes for which the encoding is defined; `None` means any.
+        pretrained: How it starts at the planes of a pretrained RoPE: `"planes"`, by factors of the pretrained
+            frequencies; `"blocks"`, by its parameters; or the reason why it cannot start at those of any RoPE.
+        fields: Fields of the configuration for this encoding alone, with their defaults.
+        in_basis: Whether rotations act in bases that fold into weights, see [`commuting_encodings.EncodingInBasis`].
+        title: The name in `description`.
+        learned: Whether it has parameters.
+        planar: Whether it rotates planes of neighbouring channels.
     """
 
-    # Whether rotations act in bases that fold into weights, see [`commuting_encodings.EncodingInBasis`].
-    in_basis = False
+    description: ClassVar[str] = ""
+    block_sizes: ClassVar[BlockSizes] = ANY
+    rotary_inits: ClassVar[tuple[str, ...]] = ()
+    rope_theta: ClassVar[float | None] = None
+    coordinates: ClassVar[str] = "index"
+    commutes: ClassVar[bool] = True
+    rotate_prefix: ClassVar[bool] = False
+    product: ClassVar[bool] = False
+    serves_one_axis: ClassVar[bool] = False
+    proportional: ClassVar[bool] = False
+    only_axes: ClassVar[int | None] = None
+    pretrained: ClassVar[str] = "blocks"
+    fields: ClassVar[dict[str, Any]] = {}
+    in_basis: ClassVar[bool] = False
+    title: ClassVar[str]
+    learned: ClassVar[bool]
+    planar: ClassVar[bool]
 
     def __init__(self, config, num_axes: int):
         super().__init__()
@@ -52,6 +87,22 @@ class RotaryEncoding(GeneratorParameters):
         self.layers = 1 if config.share_layers else config.num_hidden_layers
         self.heads = 1 if config.share_heads else config.num_attention_heads
         self.cache = RotationCache()
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.title, cls.learned = cls.description.partition(":")[0], bool(cls.rotary_inits)
+        cls.planar = cls.block_sizes is PLANES
+
+    @classmethod
+    def accepted_starts(cls) -> tuple[str, ...]:
+        """The values of `rotary_init` that it accepts, the default first."""
+        names = {name for name, kind in ENCODINGS.items() if kind is cls}
+        return *cls.rotary_inits, *(name for name, start in STARTS.items() if names & {*start.encodings})
+
+    @classmethod
+    def obstacle(cls, config) -> str | None:
+        """Why it cannot rotate with the sizes and fields of a configuration; `None` if it can."""
+        return None
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
@@ -153,7 +204,7 @@ class RotaryEncoding(GeneratorParameters):
         return rotations * (self.num_layers // self.layers if len(rotations) == self.layers else 1)
 
 
-@ENCODING_CLASSES.offer("rope_mixed", "liere")
+@ENCODINGS.offer("liere")
 class LieRE(RotaryEncoding):
     """
     Free generators for every axis (LieRE §4). With `block_size` 2 this is RoPE-Mixed (LieRE §5.4), which differs only
@@ -164,6 +215,14 @@ class LieRE(RotaryEncoding):
             9,216 / 27,648 / 64,512 / 138,240 / 285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
     """
 
+    description = "LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ"
+    rotary_inits: ClassVar[tuple[str, ...]] = (
+        *("uniform", "normal", "zeros", "frequencies", "golden_gate", "axial", "so3"),
+    )
+    rope_theta = 10.0
+    coordinates = "train_grid"
+    commutes = False
+
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
         shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
@@ -173,14 +232,6 @@ class LieRE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if self.config.rotary_init != "so3":
-            super().reset_parameters()
-            return
-        entries = skew_entries(representation(self.config.spins)).to(self.generators)  # (3, b(b−1)/2)
-        init.copy_(self.generators, entries[:, None, None, None].expand_as(self.generators))
 
     def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"generators": entries}
@@ -225,3 +276,19 @@ class LieRE(RotaryEncoding):
     @classmethod
     def folded_class(cls, config) -> type[RotaryEncoding]:
         return FOLDED["liere"] if needs_exponential(config) else cls
+
+    @classmethod
+    def parts(cls, config) -> list:
+        return [*super().parts(config), cls.folded_class(config)]
+
+
+@ENCODINGS.offer("rope_mixed")
+class RoPEMixed(LieRE):
+    """Free generators of planes: learned frequencies of all axes (RoPE-ViT §3.2)."""
+
+    description = "RoPE-Mixed: rotations of planes by learned frequencies of all axes"
+    block_sizes = PLANES
+    rotary_inits = ("frequencies", "golden_gate", "uniform", "normal", "zeros", "axial")
+    coordinates = "index"
+    commutes = True
+    pretrained = "planes"

@@ -1,42 +1,24 @@
 """Fields that models, patches and the layer share: the encoding, with defaults and rules."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import validated_field
 
-from .encoding_traits import (
-    ANY,
-    AXIAL,
-    ENCODING_CLASSES,
-    ENCODING_TRAITS,
-    FOLDED,
-    FREQUENCIES,
-    OWN_FIELDS,
-    SPECTRA,
-    SPINS,
-    STARTS,
-    check_encoding,
-    heads_obstacle,
-    needs_exponential,
-    own_fields,
-    rotary_traits,
-    traits_of,
-)
-from .positions import COORDINATES
+from ..parts import check_name
+from .conventions import CONVENTIONS, convention_of, needs_spacing
+from .kinds import ANY, ENCODINGS, encoding_of, needs_exponential
+from .starts import STARTS, start_of
 
-
-# Defaults come from tables, in which type checkers see only names.
-if TYPE_CHECKING:
-    InitName = str
-    CoordinateName = str
-else:
-    InitName = Literal[tuple(STARTS)]
-    CoordinateName = Literal[tuple(COORDINATES) + ("physical",)]
 
 FLOAT32_MAX = 3.4028234e38
 MAX_AXES = 6
+UNROTATED = ("none", "absolute")
+# Fields that move patches in training, with the values that turn them off.
+DISPLACEMENTS = {"position_perturbation": 0.0, "position_shift": 0.0, "position_jitter": None, "position_rescale": None}
+# Fields that act in training only.
+TRAINING_ONLY = {**DISPLACEMENTS, "patch_dropout_prob": 0.0}
 AT_LEAST_ONE = lambda value: value >= 1, "be at least 1"
 SHARE = lambda value: 0 <= value < 1, "lie in [0, 1)"
 POSITIVE = lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"
@@ -51,6 +33,23 @@ RANGES = (
     (("rope_theta", "min_frequency", "max_frequency"), *POSITIVE),
     (("unrotated_share",), *SHARE),
 )
+
+
+def check_encoding(name: str) -> None:
+    """Raises `ValueError` for a `position_encoding` that does not exist."""
+    check_name("position_encoding", name, (*UNROTATED, *ENCODINGS))
+
+
+def check_start(name: str | None) -> None:
+    """Raises `ValueError` for a `rotary_init` that does not exist."""
+    if name is not None:
+        check_name("rotary_init", name, STARTS)
+
+
+def check_convention(name: str | None) -> None:
+    """Raises `ValueError` for `coordinates` that do not exist."""
+    if name is not None:
+        check_name("coordinates", name, CONVENTIONS)
 
 
 @dataclass
@@ -123,7 +122,7 @@ class RotaryFields:
     block_size: int | None = None
     share_heads: bool = False
     share_layers: bool = False
-    rotary_init: InitName | None = None
+    rotary_init: str | None = validated_field(check_start, default=None)
     rotary_init_scale: float | int | None = None
     rope_theta: float | int | None = None
     min_frequency: float | int | None = None
@@ -135,41 +134,44 @@ class RotaryFields:
     relative_axis: int | None = None
 
     def fill_in_rotations(self) -> None:
-        """Replace `None` by the default of the encoding, if it has one."""
-        traits = traits_of(self)
-        if traits is None:
+        """Replace `None` by the default of the encoding or its start, if it has one."""
+        encoding = encoding_of(self)
+        if encoding is None:
             return
-        if self.rotary_init == "so3" and "so3" in traits.rotary_inits:
-            self._fill_in_spins()
+        if self.rotary_init in encoding.accepted_starts():
+            start_of(self).fill_in(self)
         if self.block_size is None:
-            self.block_size = traits.block_sizes.default or vars(self)["head_dim"]
-        if self.rotary_init is None and traits.learned:
-            self.rotary_init = traits.rotary_inits[0]
-        if self.rotary_init_scale is None and self.rotary_init in STARTS:
-            self.rotary_init_scale = STARTS[self.rotary_init].scale
-        if self.rope_theta is None:
-            # The start at Axial RoPE shares its default.
-            self.rope_theta = (ENCODING_TRAITS["axial_rope"] if self.rotary_init == AXIAL else traits).rope_theta
-        for name, value in own_fields(self).items():
+            self.block_size = encoding.block_sizes.default or vars(self)["head_dim"]
+        if self.rotary_init is None and encoding.rotary_inits:
+            self.rotary_init = encoding.rotary_inits[0]
+        start = start_of(self)
+        scale = None if self.rotary_init is None else start.default_scale
+        defaults = {"rotary_init_scale": scale, "rope_theta": start.rope_theta or encoding.rope_theta}
+        for name, value in (defaults | own_fields(self)).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
     def parts(self) -> list:
-        """As [`saved_code.SavesItsCode.parts`]: the encoding, and its start if that has frequencies."""
-        if traits_of(self) is None:
+        """As [`saved_code.SavesItsCode.parts`]: the encoding, its start and its convention of coordinates."""
+        if encoding_of(self) is None:
             return []
-        starts = [FREQUENCIES[self.rotary_init]] if self.rotary_init in (*SPECTRA, AXIAL) else []
-        encoding = ENCODING_CLASSES[self.position_encoding]
-        folded = [FOLDED["liere"]] if self.position_encoding == "liere" and needs_exponential(self) else []
-        return [encoding, *encoding.closed_forms(self), *starts, *folded]
+        encoding, convention = ENCODINGS[self.position_encoding], convention_of(self)
+        return [encoding, *encoding.parts(self), start_of(self), *([convention.place] if convention else [])]
 
-    def _fill_in_spins(self) -> None:
-        if self.spins is None:
-            self.block_size = self.block_size or min(SPINS)
-            self.spins = [SPINS[self.block_size]] if self.block_size in SPINS else None
-        elif self.block_size is None and isinstance(self.spins, list) and self.spins:
-            # Values of other types are refused later.
-            self.block_size = sum(2 * spin + 1 for spin in self.spins if isinstance(spin, int))
+
+# Fields of some encodings or starts.
+OWN_FIELDS = tuple(
+    field.name
+    for field in fields(RotaryFields)
+    if field.name not in ("position_encoding", "block_size", "share_heads", "share_layers")
+    and field.name not in ("rotary_init", "rotary_init_scale", "rope_theta")
+)
+
+
+def own_fields(config) -> dict[str, Any]:
+    """Fields for the encoding and the start of a configuration alone, with their defaults."""
+    encoding = encoding_of(config)
+    return start_of(config).fields | (encoding.fields if encoding else {})
 
 
 @dataclass
@@ -207,7 +209,7 @@ class GridFields:
             [1/rescale, rescale]. DINOv3 uses 2.
     """
 
-    coordinates: CoordinateName | None = None
+    coordinates: str | None = validated_field(check_convention, default=None)
     position_perturbation: float | int = 0.0
     position_shift: float | int = 0.0
     position_jitter: float | int | None = None
@@ -215,9 +217,23 @@ class GridFields:
 
     def fill_in_coordinates(self) -> None:
         """Replace `None` by the default coordinates of the encoding, if it rotates."""
-        traits = traits_of(self)
-        if self.coordinates is None and traits is not None:
-            self.coordinates = traits.coordinates
+        if self.coordinates is None and (encoding := encoding_of(self)) is not None:
+            self.coordinates = encoding.coordinates
+
+
+def rotated_prefix(config, coordinate: float = 0.5) -> float:
+    """The coordinate of rotated class and register tokens on every axis: 0 if that is the centre, or the given one."""
+    convention = convention_of(config)
+    return 0.0 if convention is not None and convention.centre == 0 else coordinate
+
+
+def default_rotate_prefix(config) -> bool:
+    """The default of `rotate_prefix` for images and videos."""
+    encoding = encoding_of(config)
+    if encoding is None or not encoding.rotate_prefix:
+        return False
+    convention = CONVENTIONS.get(config.coordinates or encoding.coordinates)
+    return convention is not None and convention.centre == 0.5
 
 
 def check_ranges(config, ranges: tuple[tuple[tuple[str, ...], Callable, str], ...]) -> None:
@@ -257,59 +273,55 @@ def check_rotations(config) -> None:
     check_ranges(config, RANGES)
     own = own_fields(config)
     for name in OWN_FIELDS:
-        owners = [encoding for encoding, traits in ENCODING_TRAITS.items() if name in traits.fields]
-        owners += [f"rotary_init={start!r}" for start, facts in STARTS.items() if name in facts.fields]
-        refuse_unused(config, {name: None}, name in own, " or ".join(owners))
+        owners = [encoding for encoding, kind in ENCODINGS.items() if name in kind.fields]
+        owners += [f"rotary_init={name_of_start!r}" for name_of_start, start in STARTS.items() if name in start.fields]
+        refuse_unused(config, {name: None}, name in own, " or ".join(owners) or "other encodings")
     if not 0 <= (axis := config.relative_axis or 0) < config.num_axes:
         raise ValueError(f"relative_axis={axis} must be one of {config.num_axes} axes, 0 … {config.num_axes - 1}.")
     if (config.min_frequency or 0) > (config.max_frequency or 0):
         raise ValueError(
             f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."
         )
-    if config.position_encoding in ENCODING_TRAITS:
+    if encoding_of(config) is not None:
         _check_block_size(config)
-        _check_rotary_init(config)
+        _check_start(config)
         config.parts()
         if config.folded_grids is not None:
             _check_folding(config)
 
 
 def _check_block_size(config) -> None:
-    encoding, size, traits = config.position_encoding, config.block_size, rotary_traits(config)
-    head_dim, axes, sizes = config.head_dim, config.num_axes, traits.block_sizes
-    if traits.num_axes not in (None, axes):
+    name, size, encoding = config.position_encoding, config.block_size, encoding_of(config)
+    head_dim, axes, sizes = config.head_dim, config.num_axes, encoding.block_sizes
+    if encoding.only_axes not in (None, axes):
         raise ValueError(
-            f"{encoding} is defined on {traits.num_axes} axes, and there are {axes}: no published form for another "
+            f"{name} is defined on {encoding.only_axes} axes, and there are {axes}: no published form for another "
             "number is known. Accepted here are the other rotary encodings."
         )
     if head_dim < 2:
         # Patches and the layer have heads, and no hidden_size.
         width = getattr(config, "hidden_size", None)
         origin = "" if width is None else f" (hidden_size={width} / num_attention_heads={config.num_attention_heads})"
-        raise ValueError(f"A head_dim of {head_dim}{origin} cannot be rotated; {encoding} needs at least 2.")
+        raise ValueError(f"A head_dim of {head_dim}{origin} cannot be rotated; {name} needs at least 2.")
     accepted = sizes.accepted(head_dim, axes)
     if size not in accepted:
         rule = sizes.rule if 2 <= size <= head_dim or not sizes.varies else ANY.rule
         named = f"2 … {head_dim}" if sizes is ANY else accepted or "none, choose another head_dim"
-        rule = rule.format(encoding=encoding, head_dim=head_dim, axes=axes)
-        raise ValueError(f"block_size={size}{rule}; accepted here: {named}.")
-    if traits.planar and traits.serves_one_axis and head_dim < 2 * axes:
         raise ValueError(
-            f"A head_dim of {head_dim} is too small for {encoding} on {axes} axes: it needs a plane for each axis, "
-            f"so at least {2 * axes}."
+            f"block_size={size}{rule.format(encoding=name, head_dim=head_dim, axes=axes)}; accepted here: {named}."
         )
+    if obstacle := encoding.obstacle(config):
+        raise ValueError(f"{obstacle}.")
 
 
-def _check_rotary_init(config) -> None:
-    encoding, name, inits = config.position_encoding, config.rotary_init, rotary_traits(config).rotary_inits
+def _check_start(config) -> None:
+    encoding, name, inits = config.position_encoding, config.rotary_init, encoding_of(config).accepted_starts()
     if name is None:
-        if obstacle := heads_obstacle(config):
-            raise ValueError(f"{obstacle}.")
         return
-    others = ", ".join(other for other, traits in ENCODING_TRAITS.items() if name in traits.rotary_inits)
-    obstacle = STARTS[name].obstacle(config) if name in inits else f"it is for {others}, not for {encoding}"
+    others = ", ".join(other for other, kind in ENCODINGS.items() if name in kind.accepted_starts())
+    obstacle = start_of(config).obstacle(config) if name in inits else f"it is for {others}, not for {encoding}"
     if obstacle:
-        accepted = ", ".join(start for start in inits if STARTS[start].obstacle(config) is None)
+        accepted = ", ".join(start for start in inits if start in STARTS and STARTS[start].obstacle(config) is None)
         raise ValueError(
             f"rotary_init={name!r}: {obstacle}. With block_size={config.block_size}, {encoding} accepts "
             f"{accepted or 'None, having no parameters to initialise'}."
@@ -323,10 +335,10 @@ def _check_folding(config) -> None:
             f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
             f"{config.position_encoding}: [] or None."
         )
-    if grids and getattr(config, "coordinates", None) == "physical":
+    if grids and needs_spacing(config):
         raise ValueError(
-            f"folded_grids={grids}: with coordinates='physical' the rotations of a grid depend on the spacing of the "
-            "input, so that none can be kept."
+            f"folded_grids={grids}: with coordinates={config.coordinates!r} the rotations of a grid depend on the "
+            "spacing of the input, so that none can be kept."
         )
     for grid in grids:
         if len(grid) != config.num_axes or any(size < 1 for size in grid):

@@ -8,7 +8,7 @@ from ..fast.application import drop_empty_key, restore_empty_key, rotate_channel
 from ..fast.scaling_and_squaring import Rays
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
-from .encoding_traits import ROUNDED
+from .kinds import ROUNDED
 from .positions import TokenPositions
 from .rotary_encoding import LieRE
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import initialization as init
 
-from .encoding_traits import ENCODING_TRAITS
+from .kinds import ENCODINGS
 
 
 def _require_planes(block_size: int) -> None:
@@ -28,8 +28,8 @@ def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, l
     planes_of_axis = [[p for p, axis in enumerate(axes) if axis == a] for a in range(max(axes) + 1)]
     counts, size = [len(planes) for planes in planes_of_axis], block_size // 2
     _require_planes(block_size)
-    traits = ENCODING_TRAITS[position_encoding]
-    if not traits.proportional:
+    encoding = ENCODINGS[position_encoding]
+    if not encoding.proportional:
         if sum(counts) % size:
             raise ValueError(
                 f"block_size={block_size} does not divide the {2 * sum(counts)} rotated channels of {label}."
@@ -41,7 +41,7 @@ def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, l
             f"block_size={block_size}: {label} rotates {counts} planes by its axes, and a block of {position_encoding} "
             f"has {size} of one axis; accepted: sizes that divide twice these numbers, and liere for any axes."
         )
-    if traits.serves_one_axis:
+    if encoding.serves_one_axis:
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{label} rotates {counts} planes by its axes, but {position_encoding} needs equally many for each; "
@@ -54,11 +54,11 @@ def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, l
 
 def check_start(position_encoding: str, fields: Collection[str]) -> None:
     """Raises `ValueError` if an encoding cannot start with given frequencies, or other `fields` name its start."""
-    traits = ENCODING_TRAITS[position_encoding]
-    if traits.pretrained not in ("planes", "blocks"):
-        accepted = [name for name, other in ENCODING_TRAITS.items() if other.pretrained in ("planes", "blocks")]
+    encoding = ENCODINGS[position_encoding]
+    if encoding.pretrained not in ("planes", "blocks"):
+        accepted = [name for name, other in ENCODINGS.items() if other.pretrained in ("planes", "blocks")]
         raise ValueError(
-            f"frequencies cannot start {position_encoding}: {traits.pretrained}; accepted: {', '.join(accepted)}. "
+            f"frequencies cannot start {position_encoding}: {encoding.pretrained}; accepted: {', '.join(accepted)}. "
             "requires_grad_(False) keeps the frequencies of rope_mixed."
         )
     if named := sorted({"rotary_init", "rotary_init_scale"} & set(fields)):
@@ -104,7 +104,7 @@ def start_at(encoding, frequencies: torch.Tensor, label: str = "the start") -> S
     _require_planes(encoding.block_size)
     serves = (values != 0).flatten(1, 2).any(1)  # (A, planes)
     planes: Sequence[int] = range(shape[-1])
-    if (serves.sum(0) <= 1).all() or not ENCODING_TRAITS[config.position_encoding].proportional:
+    if (serves.sum(0) <= 1).all() or not type(encoding).proportional:
         axes = serves.int().argmax(0).tolist()
         planes = order_planes(axes, config.position_encoding, encoding.block_size, label)
     try:

@@ -18,8 +18,8 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from ..encoding.displacements import draw_displacements
-from ..encoding.encoding_traits import rotated_prefix
 from ..encoding.positions import TokenPositions
+from ..encoding.rotary_fields import rotated_prefix
 from ..fast.dispatch import product_dtype, working_dtype
 from ..probing.module_inspection import View, takes
 from ..rotation.grouped_rotation import Rotation

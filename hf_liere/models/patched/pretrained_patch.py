@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..encoding.encoding_traits import rotary_traits
+from ..encoding.kinds import encoding_of
 from ..probing.attention_probe import Probe
 from ..probing.coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
 from ..probing.module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
@@ -106,12 +106,12 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     layers = tower.choose_layers(config.layers)
     tower.sources = find_key_sources(tower)
     layers = choose_rotating_layers(tower, layers, config.layers is not None)
-    if rotary_traits(config).product and tower.layouts[layers[0]].num_axes == 1:
+    if encoding_of(config).product and tower.layouts[layers[0]].num_axes == 1:
         raise ValueError(
             f"position_encoding={config.position_encoding!r}: {tower.label} rotates with one axis, and a product of "
             "one factor rotates planes in a basis, as cayley_string does; accepted: cayley_string, liere and others."
         )
-    kind = PRETRAINED[rotary_traits(config).pretrained]
+    kind = PRETRAINED[encoding_of(config).pretrained]
     if kind.rotates_states:
         refuse_blocks(tower)
     patch = RopePatch(config, tower.attention_names(layers), tower.distinct_layouts)

@@ -5,8 +5,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, check_encoding, default_rotate_prefix
-from ..encoding.rotary_fields import GridFields, RotaryFields, check_format_version
+from ..encoding.conventions import needs_spacing
+from ..encoding.kinds import ENCODINGS
+from ..encoding.rotary_fields import OWN_FIELDS, GridFields, RotaryFields, check_format_version, default_rotate_prefix
+from ..encoding.starts import start_of
+from ..parts import check_name
 from .tower_patch import PLANS, PRETRAINED, TowerPlan, patched_towers
 
 
@@ -70,10 +73,11 @@ class RotaryPatchConfig(GridFields, RotaryFields):
     def __post_init__(self):
         self._check_types()
         check_format_version(self.format_version, FORMAT_VERSION)
-        check_encoding(self.position_encoding, ENCODING_TRAITS)
-        if self.coordinates == "physical":
+        check_name("position_encoding", self.position_encoding, ENCODINGS)
+        if needs_spacing(self):
             raise ValueError(
-                "coordinates='physical' need the spacing of every input, which pretrained models do not take."
+                f"coordinates={self.coordinates!r} need the spacing of every input, which pretrained models do not "
+                "take."
             )
         if self.keep_absolute not in KEEP_ABSOLUTE:
             raise ValueError(f"keep_absolute={self.keep_absolute!r} must be one of {', '.join(KEEP_ABSOLUTE)}.")
@@ -83,12 +87,12 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             raise ValueError(
                 f"absolute_weight={self.absolute_weight} belongs to keep_absolute='fade', not {self.keep_absolute!r}."
             )
-        if self.rotary_init == "so3":
+        if start_of(self).takes_orientations:
             raise ValueError(
-                "rotary_init='so3' is for tokens whose positions are orientations, not for patches or words; accepted: "
-                "'zeros', 'pretrained' and others of RotaryFields."
+                f"rotary_init={self.rotary_init!r} is for tokens whose positions are orientations, not for patches or "
+                "words; accepted: 'zeros', 'pretrained' and others of RotaryFields."
             )
-        if not ENCODING_TRAITS[self.position_encoding].learned and self.rotary_init is not None:
+        if not ENCODINGS[self.position_encoding].rotary_inits and self.rotary_init is not None:
             raise ValueError(
                 f"rotary_init={self.rotary_init!r}: {self.position_encoding} learns nothing and never starts neutral; "
                 "pass rotary_init=None to accept that, or another position_encoding."
@@ -108,12 +112,12 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         """As [`saved_code.SavesItsCode.parts`]."""
         if self.rotary_init != "pretrained":
             return [*super().parts(), PLANS[self.kind]]
-        start = ENCODING_TRAITS[self.position_encoding].pretrained
+        start = ENCODINGS[self.position_encoding].pretrained
         return [*(super().parts() if start == "blocks" else []), PRETRAINED[start], PLANS[self.kind]]
 
     def _check_pretrained(self) -> None:
-        chosen = ENCODING_TRAITS[self.position_encoding]
-        starting = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained in ("planes", "blocks")]
+        chosen = ENCODINGS[self.position_encoding]
+        starting = [name for name, encoding in ENCODINGS.items() if encoding.pretrained in ("planes", "blocks")]
         if self.position_encoding not in starting:
             raise ValueError(
                 f"rotary_init='pretrained' does not exist for {self.position_encoding}: {chosen.pretrained}; accepted: "

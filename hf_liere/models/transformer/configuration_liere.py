@@ -7,8 +7,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix, rotated_prefix
-from ..encoding.rotary_fields import GridFields, RotaryFields
+from ..encoding.kinds import encoding_of
+from ..encoding.rotary_fields import GridFields, RotaryFields, default_rotate_prefix, rotated_prefix
 from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels
 
@@ -136,7 +136,7 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     @property
     def uses_positions(self) -> bool:
         """Whether the model depends on the coordinates of tokens."""
-        return self.position_encoding in ENCODING_TRAITS or self.position_table_size is not None
+        return encoding_of(self) is not None or self.position_table_size is not None
 
     @property
     def num_prefix_tokens(self) -> int:

@@ -4,8 +4,9 @@ import dataclasses
 
 from huggingface_hub.dataclasses import strict
 
-from ..encoding.encoding_traits import needs_exponential
+from ..encoding.kinds import needs_exponential
 from ..encoding.rotary_fields import FLOAT32_MAX
+from ..encoding.starts import start_of
 from .configuration_liere import LieREConfig, LieREVideoConfig
 
 
@@ -77,10 +78,10 @@ class LieRETokensConfig(LieREConfig):
                 )
             if not self.uses_positions and any(value != unused for value in values):
                 raise ValueError(f"{given} would do nothing with position_encoding={encoding!r}.")
-            if self.rotary_init == "so3" and any(value != unused for value in values):
+            if start_of(self).takes_orientations and any(value != unused for value in values):
                 raise ValueError(
-                    f"{given}: with rotary_init='so3' positions are rotation vectors, which cannot be moved or scaled: "
-                    f"[sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
+                    f"{given}: with rotary_init={self.rotary_init!r} positions are rotation vectors, which cannot be "
+                    f"moved or scaled: [sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
                 )
         if self.folded_grids is not None and needs_exponential(self):
             raise ValueError(

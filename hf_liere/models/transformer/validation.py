@@ -2,7 +2,8 @@
 
 from transformers.activations import ACT2FN
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, TRAINING_ONLY, traits_of
+from ..encoding.conventions import needs_spacing
+from ..encoding.kinds import ENCODINGS, encoding_of
 from ..encoding.rotary_fields import (
     AT_LEAST_ONE,
     FACTORS,
@@ -10,10 +11,12 @@ from ..encoding.rotary_fields import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
+    TRAINING_ONLY,
     check_format_version,
     check_ranges,
     check_rotations,
     refuse_unused,
+    rotated_prefix,
 )
 
 
@@ -38,7 +41,6 @@ ROTARY = {
     **dict.fromkeys(("share_heads", "share_layers", "rotate_prefix", "rotate_values"), False),
 }
 PLACED = {"coordinates": None, "position_shift": 0.0, **dict.fromkeys(FACTORS)}
-ROTATING = f"one of the encodings {', '.join(ENCODING_TRAITS)}"
 
 
 def check_architecture(config) -> None:
@@ -62,10 +64,10 @@ def check_architecture(config) -> None:
             "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
             "it. For no positions at all use position_encoding='none'."
         )
-    has_table = config.use_absolute_position_embeddings
-    refuse_unused(config, ROTARY, traits_of(config) is not None, ROTATING)
+    has_table, rotating = config.use_absolute_position_embeddings, f"one of the encodings {', '.join(ENCODINGS)}"
+    refuse_unused(config, ROTARY, encoding_of(config) is not None, rotating)
     refuse_unused(config, {"position_table_size": None}, has_table, "use_absolute_position_embeddings=True")
-    refuse_unused(config, PLACED, config.uses_positions, f"position_table_size or {ROTATING}")
+    refuse_unused(config, PLACED, config.uses_positions, f"position_table_size or {rotating}")
     refuse_unused(config, {"prefix_coordinate": 0.5}, config.places_prefix, "rotate_prefix=True or position_table_size")
     size, axes = config.position_table_size, config.num_axes
     if size is not None and (len(size) != axes or any(entries < 1 for entries in size)):
@@ -92,22 +94,23 @@ def check_pixels(config) -> None:
     moves = config.uses_positions or has_table
     refuse_unused(config, {"position_perturbation": 0.0}, moves, "any position_encoding but 'none'")
     refuse_unused(config, TRAINING_ONLY, config.folded_grids is None, "folded_grids=None, in training")
-    is_physical = config.coordinates == "physical"
+    is_physical = needs_spacing(config)
     refuse_unused(config, {"physical_unit": None}, is_physical, "coordinates='physical'")
     if config.position_table_resize == "antialias" and axes != 2:
         raise ValueError(
             "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
         )
-    if config.coordinates == "centred_grid" and (size is not None or config.prefix_coordinate != 0.5):
+    if rotated_prefix(config) == 0 and (size is not None or config.prefix_coordinate != 0.5):
         raise ValueError(
             f"position_table_size={size} and prefix_coordinate={config.prefix_coordinate} contradict "
-            "coordinates='centred_grid': a table is read at coordinates from 0 to 1, half of these are negative, and "
-            "class and register tokens are at their origin; accepted: position_table_size=None, prefix_coordinate=0.5."
+            f"coordinates={config.coordinates!r}: a table is read at coordinates from 0 to 1, half of these are "
+            "negative, and class and register tokens are at their origin; accepted: position_table_size=None, "
+            "prefix_coordinate=0.5."
         )
     lengths = unit if isinstance(unit, (list, tuple)) else [unit] * axes
     fits = unit is not None and len(lengths) == axes and all(0 < length <= FLOAT32_MAX for length in lengths)
     if is_physical and not fits:
         raise ValueError(
-            f"coordinates='physical' need physical_unit, not {unit}: the length that counts as 1, one positive number "
-            f"or {axes}, such as the extents of a training input in mm."
+            f"coordinates={config.coordinates!r} need physical_unit, not {unit}: the length that counts as 1, one "
+            f"positive number or {axes}, such as the extents of a training input in mm."
         )

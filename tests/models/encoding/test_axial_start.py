@@ -198,9 +198,9 @@ REFUSED = [
     ),
     (
         {"position_encoding": "circulant_string", "block_size": 6},
-        "it is for rope_mixed, .*, not for circulant_string",
+        "it is for liere, .*, not for circulant_string",
     ),
-    ({"position_encoding": "spherical_rope"}, "it is for rope_mixed, .*, not for spherical_rope"),
+    ({"position_encoding": "spherical_rope"}, "it is for liere, .*, not for spherical_rope"),
     ({"position_encoding": "golden_gate_rope"}, "no parameters to initialise"),
     ({"position_encoding": "rope_mixed", "head_dim": 2}, "head_dim=2 is too small .* a plane for each of 2 axes"),
     ({"position_encoding": "rope_mixed", "min_frequency": 0.1}, "min_frequency=0.1 would do nothing"),

@@ -21,9 +21,9 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
 import hf_liere
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.fixed_encodings import golden_gate_frequencies
 from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.rotation.exponential import skew
 from hf_liere.models.rotation.model_basis import rotate_pair
@@ -51,7 +51,7 @@ def rotations_of(module, positions, config):
 @pytest.mark.parametrize("encoding, axes, block_size", CASES)
 def test_rotations_match_the_reference_and_are_orthogonal(encoding, axes, block_size):
     config, module = build(encoding, axes, block_size=block_size)
-    positions = TokenPositions.from_grid(GRIDS[axes], GRIDS[axes], ENCODING_TRAITS[encoding].coordinates).coordinates
+    positions = TokenPositions.from_grid(GRIDS[axes], GRIDS[axes], KINDS[encoding].coordinates).coordinates
     parameters = dict(module.named_parameters())
     for layer, rotation in enumerate(rotations_of(module, positions, config)):
         for head in range(2):

@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
+from encoding_cases import GRID_CONVENTIONS
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import LieREViTConfig, grid_positions
 from hf_liere.models.encoding.displacements import draw_augmentation, draw_perturbation
 from hf_liere.models.encoding.given_positions import check_coordinates, check_shape
-from hf_liere.models.encoding.positions import COORDINATES, TokenPositions, prepend_prefix
+from hf_liere.models.encoding.positions import TokenPositions, prepend_prefix
 
 
 def test_raster_order_and_conventions():
@@ -28,7 +29,7 @@ def test_train_grid_is_linspace(size, trained):
     assert torch.equal(centred, -centred.flip(0))
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", GRID_CONVENTIONS)
 def test_offsets_are_patch_extents(coordinates):
     """Displacing every patch by one patch extent moves it to its neighbour's coordinate."""
     grid = (4, 5, 3)
@@ -69,7 +70,7 @@ def test_prefix_sits_before_the_patches():
 def test_bad_input():
     with pytest.raises(
         ValueError,
-        match="'pixels' must be one of 'index', 'train_grid', 'centred_grid', 'train_index', 'fixed_grid', 'unit', 'un",
+        match="'pixels'; accepted are index, train_grid, centred_grid, train_index, fixed_grid, unit, unit_width",
     ):
         TokenPositions.from_grid((2,), (2,), "pixels")
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\).*\(5, 4, 2\)"):
@@ -144,7 +145,7 @@ def test_augmentation_is_that_of_dinov3(strengths):
         assert (shares[0] - shares[1]).abs().max() < 1.95 * math.sqrt(2 / count)
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", GRID_CONVENTIONS)
 def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates):
     """Shift, then scale about the centre of the input, in a convention whose patches are at m + u·index."""
     grid, trained, dtype = (4, 6), (2, 3), torch.float64

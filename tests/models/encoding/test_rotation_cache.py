@@ -12,7 +12,7 @@ from encoding_cases import fields as fields_of
 
 import hf_liere
 from hf_liere.models.encoding import rotation_cache
-from hf_liere.models.encoding.encoding_traits import ENCODING_CLASSES
+from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.models.encoding.positions import TokenPositions
 
 
@@ -28,7 +28,7 @@ def computed(monkeypatch):
 
         return layer_rotations
 
-    for ancestor in {ancestor for encoding in ENCODING_CLASSES.values() for ancestor in encoding.mro()}:
+    for ancestor in {ancestor for encoding in KINDS.values() for ancestor in encoding.mro()}:
         if "layer_rotations" in vars(ancestor):
             monkeypatch.setattr(ancestor, "layer_rotations", recorded(ancestor.layer_rotations))
     return grids

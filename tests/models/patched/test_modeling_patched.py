@@ -145,7 +145,7 @@ def test_configuration_holds_all_of_the_patch(tmp_path):
     assert saved["model_type"] == "rotary_clip_vision_model" and saved["rotary_patch"] == config.rotary_patch
     with pytest.raises(Exception, match="block_sizes"):
         RotaryViTConfig(rotary_patch={"block_sizes": 4})
-    with pytest.raises(Exception, match="position_encoding='sinusoid'; accepted are axial_rope"):
+    with pytest.raises(Exception, match="position_encoding='sinusoid'; accepted are liere"):
         RotaryViTConfig(rotary_patch={"position_encoding": "sinusoid"})
 
 

@@ -14,12 +14,12 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 
 
 # Qwen3.5 rotates on three axes, which are equal for text.
 ONE_AXIS = [name for name, case in CASES.items() if case.inputs is tokens and name != "qwen3_5"]
-DENSE = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained == "blocks"]
+DENSE = [name for name, traits in ENCODINGS.items() if traits.pretrained == "blocks"]
 # Why a family cannot have blocks; by encoding where the others can.
 REFUSED = {
     ("qwen3_vl", "comrope_ap"): "must divide head_dim=128 for comrope_ap",
@@ -65,7 +65,7 @@ def test_blocks_start_at_the_pretrained_rotation_and_learn(name, encoding):
 @pytest.mark.parametrize(
     "name, encoding",
     # On one axis all generators commute with themselves.
-    one_each([pair for pair in FITTING if ENCODING_TRAITS[pair[1]].commutes or pair[0] in ONE_AXIS]),
+    one_each([pair for pair in FITTING if ENCODINGS[pair[1]].commutes or pair[0] in ONE_AXIS]),
 )
 def test_outputs_depend_on_differences_of_positions(name, encoding):
     check_relative(name, blocks(encoding))

@@ -10,7 +10,7 @@ from slow_cases import slow_except
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import hf_liere
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast import exponentials, quaternions
 from hf_liere.models.fast.closed_forms import CLOSED_FORMS
@@ -258,7 +258,7 @@ def test_the_profiler_names_operators(tiny, implementation, encoding, block_size
     names = {event.key for event in profile.key_averages()}
     applied = "planes" if encoding in FOLDABLE else "blocks"
     expected = {f"hf_liere::rotate_{applied}"}
-    if ENCODING_TRAITS[encoding].learned:
+    if ENCODINGS[encoding].learned:
         expected |= {f"hf_liere::rotate_{applied}_backward"}
     if encoding == "liere":
         computed = "quaternion" if block_size in CLOSED_FORMS else "block"

@@ -16,11 +16,11 @@ from transformers import TorchAoConfig
 
 import hf_liere
 from hf_liere.inspection.costs import count_cost
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 
 
 # Those whose rotations are not of neighbouring channels.
-ENCODINGS = [name for name in LEARNED if not ENCODING_TRAITS[name].planar]
+ENCODINGS = [name for name in LEARNED if not KINDS[name].planar]
 # Logits and gradients of order 1 in float32, with products in another order.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -17,7 +17,7 @@ import hf_liere
 from hf_liere.auto import load_checkpoint, model_class
 from hf_liere.cli import main
 from hf_liere.conversion.upgrades import upgrade_encoding
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.models.transformer.position_tables import read_table
 
 
@@ -26,7 +26,7 @@ CASES = [
     (encoding, axes)
     for axes in range(1, 7)
     for encoding in ("none", "absolute", *on_axes(axes))
-    if encoding not in ENCODINGS or ENCODING_TRAITS[encoding].block_sizes.accepted(24, axes)
+    if encoding not in ENCODINGS or KINDS[encoding].block_sizes.accepted(24, axes)
 ]
 HEADS = (hf_liere.LieRETokensForSequenceClassification, hf_liere.LieRETokensForTokenClassification)
 

@@ -6,7 +6,7 @@ import layer_worker
 import pytest
 import reference
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, FOLDABLE, block_size, on_axes, perturb
+from encoding_cases import COMMUTING, ENCODINGS, FOLDABLE, GRID_CONVENTIONS, block_size, on_axes, perturb
 from fresh_process import run_two_processes
 from pairwise import pairwise
 from slow_cases import slow_except
@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.encoding.positions import COORDINATES
+from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 
 
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 4
@@ -127,7 +126,7 @@ def one_changed(positions):
     return positions._replace(coordinates=torch.where(torch.arange(7)[:, None] == 3, 2.0, positions.coordinates))
 
 
-@pytest.mark.parametrize("convention", COORDINATES)
+@pytest.mark.parametrize("convention", GRID_CONVENTIONS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_tokens_that_were_moved_from_their_grid(encoding, convention):
     """Where they are is what counts, whether the rotations of the grid were computed before, and kept, or not."""
@@ -245,7 +244,7 @@ def test_scores_of_cross_attention_depend_on_differences_of_positions(encoding):
 
     shift = torch.tensor([3.7, -20.0, 0.1]).double()
     # Without parameters in float64, cos and sin are float32.
-    atol = 1e-10 if ENCODING_TRAITS[encoding].learned else 5e-6
+    atol = 1e-10 if KINDS[encoding].learned else 5e-6
     torch.testing.assert_close(scores(shift), scores(0.0), atol=atol, rtol=0)
 
 
@@ -309,7 +308,7 @@ def test_folding_keeps_the_scores(encoding, axes, size):
     with torch.no_grad():
         torch.testing.assert_close(folded(x, positions), attention(x, positions), atol=1e-5, rtol=0)
     changed = not torch.equal(folded.q_proj.weight, attention.q_proj.weight)
-    assert changed == (not ENCODING_TRAITS[encoding].planar)
+    assert changed == (not KINDS[encoding].planar)
     if changed:
         with pytest.raises(ValueError, match="folded"):
             folded.train()
@@ -412,7 +411,7 @@ def test_saved_and_loaded(tmp_path):
         ({"head_dim": 1, "block_size": 2}, "A head_dim of 1 cannot be rotated; liere needs at least 2"),
         ({"num_axes": 7}, "num_axes=7 must lie in 1 … 6"),
         ({"num_axes": 0}, "num_axes=0 must lie in 1 … 6"),
-        ({"position_encoding": "absolute"}, "'absolute'; accepted are axial_rope"),
+        ({"position_encoding": "absolute"}, "'absolute'; accepted are liere"),
         ({"block_size": 100}, "block_size=100 does not fit a head_dim of 48"),
         ({"position_encoding": "comrope_ap", "num_axes": 5}, "comrope_ap"),
         ({"rotary_init": "other"}, "rotary_init"),

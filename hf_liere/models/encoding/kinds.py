@@ -1,0 +1,75 @@
+"""Registers of encodings, starts and conventions of coordinates, and the block sizes that encodings accept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..parts import Parts
+
+
+# Value of `position_encoding` → its [`rotary_encoding.RotaryEncoding`].
+ENCODINGS = Parts("position_encoding")
+# Encoding → its class whose rotations of some grids are constants.
+FOLDED = Parts("folded position_encoding")
+# Encoding → its class for `round_angles`.
+ROUNDED = Parts("round_angles with position_encoding")
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """
+    The block sizes b that an encoding accepts.
+
+    Attributes:
+        accepts: (b, head_dim, number of axes) → whether the size is accepted.
+        rule: Message about other sizes after "block_size=5", with the names encoding, head_dim and axes.
+        default: Default size; `None` means the whole head.
+    """
+
+    accepts: Callable[[int, int, int], bool]
+    rule: str
+    default: int | None
+
+    @property
+    def varies(self) -> bool:
+        return self not in (PLANES, TRIPLES)
+
+    def accepted(self, head_dim: int, num_axes: int) -> list[int]:
+        return [size for size in range(2, head_dim + 1) if self.accepts(size, head_dim, num_axes)]
+
+
+PLANES = BlockSizes(lambda size, *_: size == 2, ": {encoding} rotates planes, its only block_size is 2", 2)
+TRIPLES = BlockSizes(lambda size, *_: size == 3, ": {encoding} rotates three channels, its only block_size is 3", 3)
+ANY = BlockSizes(lambda *_: True, " does not fit a head_dim of {head_dim}", 8)
+DIVISORS = BlockSizes(lambda size, width, _: width % size == 0, " must divide head_dim={head_dim} for {encoding}", 8)
+DIVISORS_BY_AXIS = BlockSizes(
+    lambda size, head_dim, axes: head_dim % (size * axes) == 0,
+    " times {axes} axes must divide head_dim={head_dim} for {encoding} (each block serves one axis)",
+    8,
+)
+EVEN_DIVISORS = BlockSizes(
+    lambda size, head_dim, _: head_dim % size == 0 and size % 2 == 0,
+    " must be even and divide head_dim={head_dim} for {encoding}, whose blocks are made of planes",
+    None,
+)
+CIRCULANTS = BlockSizes(
+    lambda size, head_dim, _: head_dim % size == 0 and size > 2,
+    " must be above 2 and divide head_dim={head_dim} for {encoding}: circulant skew-symmetric matrices of size 2 are 0",
+    16,
+)
+
+
+def encoding_of(config) -> Any:
+    """The class of a configuration's encoding; `None` if it rotates nothing."""
+    return ENCODINGS.get(config.position_encoding)
+
+
+def generators_commute(config) -> bool:
+    """Whether the rotations of a rotary encoding are relative for any values of its parameters."""
+    return encoding_of(config).commutes or config.block_size == 2
+
+
+def needs_exponential(config) -> bool:
+    """Whether rotations need a matrix exponential, so that folding stores them as constants."""
+    encoding = encoding_of(config)
+    return encoding is not None and not encoding.product and not generators_commute(config)

@@ -1,0 +1,41 @@
+"""What modules offer by name, and the names that a configuration may have."""
+
+import difflib
+from collections.abc import Callable, Collection, Iterable
+
+
+class Parts(dict):
+    """What modules offer by name. Of these, the code of a checkpoint has those that its configuration needs."""
+
+    # Where other names are found. Empty in the package, which has all.
+    elsewhere = " in the code of this checkpoint; the package hf_liere has all others: install it, and import hf_liere"
+
+    def __init__(self, field: str):
+        super().__init__()
+        self.field = field
+
+    def offer(self, *names: str) -> Callable:
+        """Decorator of the class or function with these names."""
+
+        def keep(part):
+            self.update(dict.fromkeys(names, part))
+            return part
+
+        return keep
+
+    def __missing__(self, name: str):
+        check_name(self.field, name, self)
+
+
+def closest(name: object, accepted: Iterable[str]) -> str:
+    """The most similar of the accepted names, for the end of a sentence; nothing if none is similar."""
+    plain = str(name).lower().replace("-", "_")
+    close = difflib.get_close_matches(plain, accepted, n=2, cutoff=0.6)
+    return f"; the closest is {' or '.join(map(repr, close))}" if close else ""
+
+
+def check_name(field: str, name: str | None, accepted: Collection[str]) -> None:
+    """Raises `ValueError` for a value of a field that is not accepted."""
+    if name not in accepted:
+        names = ", ".join(accepted) or "none"
+        raise ValueError(f"{field}={name!r}{closest(name, accepted)}; accepted are {names}{Parts.elsewhere}.")
