@@ -15,6 +15,10 @@ from .layer.embedding import LieRotaryEmbedding
 from .layer.grids import grid_positions
 from .libraries.diffusion_patch import set_frequency_schedule
 from .libraries.schedules import FrequencySchedule, ScheduleInput
+from .models.encoding.conventions import Convention
+from .models.encoding.registration import register_coordinates, register_encoding, register_start
+from .models.encoding.rotary_encoding import RotaryEncoding
+from .models.encoding.starts import Start
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.rotation.accumulation import accumulate_rotations
 from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
@@ -38,6 +42,7 @@ register()
 install_guards()
 
 __all__ = [
+    "Convention",
     "FrequencySchedule",
     "LieRETokensConfig",
     "LieRETokensForSequenceClassification",
@@ -53,8 +58,10 @@ __all__ = [
     "LieREVideoModel",
     "LieRotaryEmbedding",
     "PoseEmbedding",
+    "RotaryEncoding",
     "RotaryPatchConfig",
     "ScheduleInput",
+    "Start",
     "__version__",
     "accumulate_rotations",
     "batch_of_patches",
@@ -66,6 +73,9 @@ __all__ = [
     "matrix_to_rotation_vector",
     "patch",
     "quaternion_to_rotation_vector",
+    "register_coordinates",
+    "register_encoding",
+    "register_start",
     "rotary_parameters",
     "rotation_vector_to_matrix",
     "rotation_vector_to_quaternion",

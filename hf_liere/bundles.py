@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -66,9 +67,13 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
         parts: What the configuration needs, see [`saved_code.Parts`].
 
     Raises:
-        ValueError: if two of the modules that it needs use a name for different things.
+        ValueError: if two of the modules that it needs use a name for different things, or a part is of a user and not
+            in a file that can be imported, see [`registration.register_encoding`].
     """
+    parts = list(parts)
     modules, head = read_modules(), HEAD + GUIDE * code_file.startswith("modeling_liere")
+    of_users = {part.__module__: part for part in parts if part.__module__.partition(".")[0] != PACKAGE.name}
+    modules = modules | {name.rpartition(".")[2]: _read_users(part, modules) for name, part in of_users.items()}
     place = {name: module for module, read in modules.items() for names, _ in read.statements for name in names}
     needed = [*(place[name] for name in classes if name in place), code_file]
     needed += [part.__module__.rpartition(".")[2] for part in parts]
@@ -127,6 +132,31 @@ def read_modules() -> dict[str, Module]:
     return {path.stem: _read(path) for path in sorted(MODELS.rglob("*.py")) if path.name != "__init__.py"}
 
 
+def _read_users(part: Any, modules: Mapping[str, Module]) -> Module:
+    """The file of a registered class or function."""
+    name, what = part.__module__, f"{part.__qualname__} of {part.__module__}"
+    path = getattr(sys.modules.get(name), "__file__", None)
+    if name == "__main__" or path is None:
+        raise ValueError(
+            f"{what} cannot be saved with a model, since whoever loads it could not import it; accepted: a class in a "
+            "file of its own, such as my_rotations.py, that is imported and registered there."
+        )
+    place = {name: module for module, read in modules.items() for names, _ in read.statements for name in names}
+    module, known = _read(Path(path)), {"torch", *sys.stdlib_module_names}
+    ours = {each: text for each, text in module.libraries.items() if text.startswith("from hf_liere")}
+    others = {each: text for each, text in module.libraries.items() if each not in ours}
+    refused = [text for each, text in ours.items() if each not in place]
+    refused += [text for text in others.values() if text.split()[1].partition(".")[0] not in known]
+    if refused:
+        raise ValueError(
+            f"{what} cannot be saved with a model: {path} has {', '.join(refused)}; accepted: imports of torch, of "
+            "Python's own modules and, without other names for them, of classes and functions from hf_liere."
+        )
+    if name.rpartition(".")[2] in modules:
+        raise ValueError(f"{path} has the name of a module of hf_liere; accepted: any other.")
+    return module._replace(siblings=[place[each] for each in ours], libraries=others)
+
+
 def _read(path: Path) -> Module:
     text = path.read_text("utf-8")
     (_, *nodes), lines = ast.parse(text).body, text.splitlines()
@@ -175,7 +205,8 @@ def _join(modules: list[Module], head: str) -> str:
             _bind(known, name, statement, module)
             imports.setdefault(source, set()).add(what)
         kept = [code for names, code in module.statements if all(_bind(known, name, code, module) for name in names)]
-        place = Path("hf_liere", module.path.relative_to(PACKAGE)).as_posix()
+        ours = module.path.is_relative_to(PACKAGE)
+        place = Path("hf_liere", module.path.relative_to(PACKAGE)).as_posix() if ours else module.path.name
         comment = "\n".join(f"# {line}".rstrip() for line in [f"From {place}:", *module.docstring.splitlines()])
         sections.append(f"{comment}\n\n" + "\n".join(kept).strip("\n") + "\n")
     lines = [f"import {what}" for what in sorted(imports.pop("", ()))]

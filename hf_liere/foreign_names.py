@@ -41,7 +41,15 @@ NAMES = {
     "tubelet_size": "t_patch_size temporal_patch_size",
 }
 # What files of configurations of any model may contain.
-COMMON = {"auto_map", "mlp_ratio", "stage_names", "torch_dtype", *dir(PreTrainedConfig()), *dir(GenerationConfig())}
+COMMON = {
+    "auto_map",
+    "mlp_ratio",
+    "modules_of_parts",
+    "stage_names",
+    "torch_dtype",
+    *dir(PreTrainedConfig()),
+    *dir(GenerationConfig()),
+}
 FOREIGN_NAMES = {name: ours for ours, names in NAMES.items() for name in names.split()}
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 
 class Parts(dict):
@@ -23,8 +24,26 @@ class Parts(dict):
 
         return keep
 
+    def register(self, name: str, part: Any) -> None:
+        """
+        Offer what a user defined; again after a change.
+
+        Raises:
+            ValueError: if the name is no identifier, or that of something else.
+        """
+        known = self.get(name)
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"{part} needs a name for {self.field} that is an identifier, not {name!r}.")
+        if known is not None and (known.__module__, _label(known)) != (part.__module__, _label(part)):
+            raise ValueError(f"{self.field}={name!r} is {_label(known)} of {known.__module__}; accepted: another name.")
+        self[name] = part
+
     def __missing__(self, name: str):
         check_name(self.field, name, self)
+
+
+def _label(part: Any) -> str:
+    return getattr(part, "__qualname__", type(part).__name__)
 
 
 def closest(name: object, accepted: Iterable[str]) -> str:

@@ -66,7 +66,11 @@ class SavesItsCode(SavedBase):
         if (make := type(self).make_code) is None:
             code = Path(__file__).read_text("utf-8")
         else:
-            code = make(self.code_file, [*classes, *ours.values()], self.parts())
+            parts, package = self.parts(), __name__.partition(".")[0]
+            code = make(self.code_file, [*classes, *ours.values()], parts)
+            # Read where the file has a name that is not registered.
+            if modules := {part.__module__ for part in parts if part.__module__.partition(".")[0] != package}:
+                self.modules_of_parts = sorted(modules)
         path = folder / f"{self.code_file}.py"
         obsolete = find_replaced(folder, self.settings_file, path)
         saved = super().save_pretrained(save_directory)

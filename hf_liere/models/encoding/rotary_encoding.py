@@ -37,6 +37,7 @@ class RotaryEncoding(GeneratorParameters):
         num_axes: Number A of axes of a position.
 
     Attributes:
+        name: Its value of `position_encoding`, for [`registration.register_encoding`].
         description: Name in tables, and after a colon its explanation in reports on models.
         block_sizes: Accepted sizes of blocks.
         rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
@@ -58,6 +59,7 @@ class RotaryEncoding(GeneratorParameters):
         planar: Whether it rotates planes of neighbouring channels.
     """
 
+    name: ClassVar[str] = ""
     description: ClassVar[str] = ""
     block_sizes: ClassVar[BlockSizes] = ANY
     rotary_inits: ClassVar[tuple[str, ...]] = ()

@@ -1,6 +1,6 @@
 """Fields that models, patches and the layer share: the encoding, with defaults and rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -166,6 +166,18 @@ OWN_FIELDS = tuple(
     if field.name not in ("position_encoding", "block_size", "share_heads", "share_layers")
     and field.name not in ("rotary_init", "rotary_init_scale", "rope_theta")
 )
+
+
+def require_modules(values: Mapping[str, Any], modules: Sequence[str] | None) -> None:
+    """Raises `ValueError` if values of a file belong to modules of a user that are not imported."""
+    registers = {"position_encoding": (*UNROTATED, *ENCODINGS), "rotary_init": STARTS, "coordinates": CONVENTIONS}
+    unknown = [name for name, known in registers.items() if values.get(name) not in (None, "pretrained", *known)]
+    if modules and unknown:
+        raise ValueError(
+            f"{', '.join(f'{name}={values[name]!r}' for name in unknown)} of this model is in {', '.join(modules)}: "
+            f"import {modules[0]}, which registers it, before the model is loaded. Without the package hf_liere, "
+            "trust_remote_code=True loads the code of the checkpoint."
+        )
 
 
 def own_fields(config) -> dict[str, Any]:

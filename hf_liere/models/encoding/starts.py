@@ -20,6 +20,7 @@ class Start:
     A value of `rotary_init`.
 
     Attributes:
+        name: Its value of `rotary_init`, for [`registration.register_start`].
         fields: Fields of the configuration for this start alone, with their defaults.
         default_scale: Default of `rotary_init_scale`.
         rope_theta: Default of `rope_theta`; `None` means that of the encoding.
@@ -28,6 +29,7 @@ class Start:
         encodings: Encodings that accept it, beside those whose `rotary_inits` name it.
     """
 
+    name: ClassVar[str] = ""
     fields: ClassVar[dict[str, Any]] = {}
     default_scale: ClassVar[float] = 1.0
     rope_theta: ClassVar[float | None] = None

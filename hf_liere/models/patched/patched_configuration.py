@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 from transformers import PreTrainedConfig
 
+from ..encoding.rotary_fields import require_modules
 from ..transformer.pose_arguments import SavesPoseAttention
 from .rotary_patch import RotaryPatchConfig
 
@@ -68,6 +69,7 @@ class RotaryConfigMixin(SavesPoseAttention):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
+        require_modules(config_dict.get("rotary_patch") or {}, config_dict.get("modules_of_parts"))
         return super().from_dict(_remove_notes(config_dict), **kwargs)
 
     @classmethod

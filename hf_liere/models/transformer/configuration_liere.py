@@ -8,7 +8,13 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 
 from ..encoding.kinds import encoding_of
-from ..encoding.rotary_fields import GridFields, RotaryFields, default_rotate_prefix, rotated_prefix
+from ..encoding.rotary_fields import (
+    GridFields,
+    RotaryFields,
+    default_rotate_prefix,
+    require_modules,
+    rotated_prefix,
+)
 from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels
 
@@ -127,6 +133,11 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         # A checkpoint loads with every Auto class of its family.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        require_modules(config_dict, config_dict.get("modules_of_parts"))
+        return super().from_dict(config_dict, **kwargs)
 
     @property
     def train_grid(self) -> tuple[int, ...] | None:
