@@ -52,7 +52,7 @@ def check_convention(name: str | None) -> None:
         check_name("coordinates", name, CONVENTIONS)
 
 
-@dataclass
+@dataclass(repr=False)
 class RotaryFields:
     r"""
     The position encoding of a model, a patch or a layer.
@@ -186,7 +186,7 @@ def own_fields(config) -> dict[str, Any]:
     return start_of(config).fields | (encoding.fields if encoding else {})
 
 
-@dataclass
+@dataclass(repr=False)
 class GridFields:
     r"""
     The coordinates of patches on a grid, and how training moves them.

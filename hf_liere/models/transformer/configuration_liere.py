@@ -1,7 +1,9 @@
 """Configurations of the LieRE image, video and token transformers."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -9,14 +11,23 @@ from transformers.backbone_utils import BackboneConfigMixin
 
 from ..encoding.kinds import encoding_of
 from ..encoding.rotary_fields import (
+    OWN_FIELDS,
     GridFields,
     RotaryFields,
     default_rotate_prefix,
+    own_fields,
     require_modules,
     rotated_prefix,
 )
 from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels
+
+
+# Fields whose defaults follow from the encoding, its start and sizes.
+FILLED_IN = {
+    *("head_dim", "block_size", "rotary_init_scale", "rope_theta", "coordinates", *OWN_FIELDS),
+    *("use_absolute_position_embeddings", "rotate_prefix"),
+}
 
 
 @strict
@@ -133,6 +144,25 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         # A checkpoint loads with every Auto class of its family.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without fields of other encodings and starts."""
+        values, own = super().to_dict(), own_fields(self)
+        return {name: value for name, value in values.items() if name not in OWN_FIELDS or name in own}
+
+    def __repr__(self) -> str:
+        """The fields that differ from what the class, the encoding and its start imply."""
+        implied, encoding = copy.copy(self), encoding_of(self)
+        for name in FILLED_IN & vars(self).keys():
+            setattr(implied, name, None)
+        implied.__post_init__()
+        expected = {field.name: field.default for field in dataclasses.fields(self)}
+        expected |= {name: getattr(implied, name) for name in FILLED_IN & vars(self).keys()}
+        expected["rotary_init"] = next(iter(encoding.rotary_inits), None) if encoding else None
+        names = [name for name in expected if name not in PreTrainedConfig.__dataclass_fields__ and name[0] != "_"]
+        shown = [name for name in names if name == "position_encoding" or getattr(self, name) != expected[name]]
+        shown += ["num_labels"] if self.num_labels != 2 else []
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):

@@ -56,7 +56,13 @@ def in_float64():
 def axial_reference(config):
     """(P + N, D, D) of Axial RoPE with the indices of patches, from the reference."""
     fixed = type(config)(
-        **{**config.to_dict(), "position_encoding": "axial_rope", "rotary_init": None, "block_size": 2}
+        **{
+            **config.to_dict(),
+            "position_encoding": "axial_rope",
+            "rotary_init": None,
+            "block_size": 2,
+            "relative_axis": None,
+        }
     )
     fixed.coordinates, fixed.rotate_prefix = "index", False
     positions = place_patches(fixed, fixed.train_grid, torch.device("cpu")).coordinates
