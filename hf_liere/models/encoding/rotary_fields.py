@@ -40,7 +40,7 @@ def check_encoding(name: str) -> None:
     check_name("position_encoding", name, (*UNROTATED, *ENCODINGS))
 
 
-def check_start(name: str | None) -> None:
+def check_rotary_init(name: str | None) -> None:
     """Raises `ValueError` for a `rotary_init` that does not exist."""
     if name is not None:
         check_name("rotary_init", name, STARTS)
@@ -122,7 +122,7 @@ class RotaryFields:
     block_size: int | None = None
     share_heads: bool = False
     share_layers: bool = False
-    rotary_init: str | None = validated_field(check_start, default=None)
+    rotary_init: str | None = validated_field(check_rotary_init, default=None)
     rotary_init_scale: float | int | None = None
     rope_theta: float | int | None = None
     min_frequency: float | int | None = None

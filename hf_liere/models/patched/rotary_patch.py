@@ -113,7 +113,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         if self.rotary_init != "pretrained":
             return [*super().parts(), PLANS[self.kind]]
         start = ENCODINGS[self.position_encoding].pretrained
-        return [*(super().parts() if start == "blocks" else []), PRETRAINED[start], PLANS[self.kind]]
+        return [*super().parts(), PRETRAINED[start], PLANS[self.kind]]
 
     def _check_pretrained(self) -> None:
         chosen = ENCODINGS[self.position_encoding]
