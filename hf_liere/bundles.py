@@ -159,8 +159,9 @@ def _read_users(part: Any, modules: Mapping[str, Module]) -> Module:
 
 def _read(path: Path) -> Module:
     text = path.read_text("utf-8")
-    (_, *nodes), lines = ast.parse(text).body, text.splitlines()
-    module = Module(path, ast.get_docstring(ast.parse(text)) or "", [], {}, [])
+    tree, lines = ast.parse(text), text.splitlines()
+    docstring = ast.get_docstring(tree)
+    nodes, module = tree.body[docstring is not None :], Module(path, docstring or "", [], {}, [])
     end = nodes[0].lineno - 1
     for node in nodes:
         start, end = end, node.end_lineno or end

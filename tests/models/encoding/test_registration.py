@@ -1,6 +1,7 @@
 """An encoding, a start and coordinates of a user, in a file of her own."""
 
 import shutil
+import sys
 
 import own_rotations
 import pytest
@@ -23,7 +24,7 @@ def save(folder):
     model = LieREViTForImageClassification(LieREViTConfig(**OWN, **SIZES, **PIXELS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(pixel_values=torch.randn(2, 3, 16, 16), labels=torch.tensor([0, 1])).loss.backward()
-    assert model.liere_vit.rotary_encoding.generators.grad.abs().min() > 0
+    assert model.liere.rotary_encoding.generators.grad.abs().min() > 0
     optimizer.step()
     model.save_pretrained(folder)
     with torch.no_grad():
@@ -35,7 +36,10 @@ def test_rotations_are_those_of_the_class():
     model = LieREViTForImageClassification(
         LieREViTConfig(**OWN, **SIZES, **PIXELS, use_class_token=False, pooling="mean")
     )
-    (rotation, _), grid = model.liere_vit.rotations(model.liere_vit.grid_positions((4, 4))), (torch.arange(4) / 4) ** 2
+    (rotation, _), grid = (
+        model.liere.rotations(model.liere.grid_positions((4, 4), torch.device("cpu"))),
+        (torch.arange(4) / 4) ** 2,
+    )
     angles = 0.1 * (grid[:, None] + grid).flatten()
     state = torch.eye(8)[0].expand(1, 2, 16, 8)
     rotated, _ = rotation.rotate(state, state)
@@ -49,8 +53,11 @@ def test_a_checkpoint_loads_where_its_module_is_and_where_nothing_is(imports, pa
     save(tmp_path / "saved")
     if imports:
         shutil.copy(own_rotations.__file__, tmp_path)
+    # The tests' own copy must not be found.
     code = f"""
-        {imports}
+        import sys
+        sys.path[:] = [place for place in sys.path if not place.endswith("support")]
+        {imports or "import os"}
         import torch, transformers
         try:
             load = transformers.AutoModelForImageClassification.from_pretrained
@@ -58,15 +65,12 @@ def test_a_checkpoint_loads_where_its_module_is_and_where_nothing_is(imports, pa
             with torch.no_grad():
                 logits = model(torch.ones(1, 3, 16, 16)).logits
             print((logits - torch.load("saved/logits.pt")).abs().max().item() < 1e-5)
-            print(type(model.liere_vit.rotary_encoding).__module__)
+            print(type(model.liere.rotary_encoding).__module__)
             model.save_pretrained("again")
         except ValueError as error:
             print(error)
     """
-    # The tests' own copy must not be found.
-    lines = run_code(
-        "import sys; sys.path[:] = [p for p in sys.path if not p.endswith('support')]" + code, tmp_path, package
-    )
+    lines = run_code(code, tmp_path, package)
     if package and not imports:
         assert "position_encoding='two_parameters'" in lines[-1] and "import own_rotations" in lines[-1]
         return
@@ -113,6 +117,7 @@ def test_files_with_other_imports_are_refused(imported, named, tmp_path, monkeyp
         f"{imported}\n\n\ndef place(index, size, trained, width):\n    return index\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "with_imports", raising=False)
     import with_imports
 
     hf_liere.register_coordinates("with_imports", Convention("indices", with_imports.place))
