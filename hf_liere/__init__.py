@@ -15,7 +15,7 @@ from .layer.embedding import LieRotaryEmbedding
 from .layer.grids import grid_positions
 from .libraries.diffusion_patch import set_frequency_schedule
 from .libraries.schedules import FrequencySchedule, ScheduleInput
-from .models.encoding.conventions import Convention
+from .models.encoding.kinds import Convention
 from .models.encoding.registration import register_coordinates, register_encoding, register_start
 from .models.encoding.rotary_encoding import RotaryEncoding
 from .models.encoding.starts import Start

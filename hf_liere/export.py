@@ -26,8 +26,7 @@ from torch import nn
 
 from .auto import load_checkpoint
 from .errors import InputError, require_libraries, silence
-from .models.encoding.conventions import needs_spacing
-from .models.encoding.kinds import encoding_of, needs_exponential
+from .models.encoding.kinds import encoding_of, needs_exponential, needs_spacing
 from .models.transformer.configuration_liere import LieREPixelConfig, pair
 from .models.transformer.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file

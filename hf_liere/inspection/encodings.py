@@ -16,10 +16,9 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..models.encoding.commuting_encodings import FoldedPlanes
-from ..models.encoding.conventions import needs_spacing
 from ..models.encoding.fixed_encodings import grid_steps
 from ..models.encoding.folding import build_encoding
-from ..models.encoding.kinds import encoding_of
+from ..models.encoding.kinds import encoding_of, needs_spacing
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.encoding.starts import start_of

@@ -11,8 +11,7 @@ from pathlib import Path
 import jinja2
 import torch
 
-from ..models.encoding.conventions import CONVENTIONS
-from ..models.encoding.kinds import ENCODINGS
+from ..models.encoding.kinds import CONVENTIONS, ENCODINGS
 from ..version import __version__
 from . import plots
 from .analysis import Analysis, InspectedModel

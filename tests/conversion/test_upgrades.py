@@ -362,7 +362,11 @@ def test_a_resized_model_computes_the_same_of_images_of_its_size(tiny, encoding,
 @pytest.mark.parametrize(
     "fields, size, reason",
     [
-        ({"position_encoding": "axial_rope", "coordinates": "train_grid"}, 32, "only the generators of liere, rope_mixed"),
+        (
+            {"position_encoding": "axial_rope", "coordinates": "train_grid"},
+            32,
+            "only the generators of liere",
+        ),
         ({"position_encoding": "liere", "rotate_prefix": True}, 32, "its class token has coordinates too"),
         ({"position_encoding": "liere"}, 30, "not divisible into patches"),
         ({"position_encoding": "absolute", "position_table_resize": "truncate"}, 32, "cannot enlarge it"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_liere.models.encoding.conventions import CONVENTIONS
+from hf_liere.models.encoding.kinds import CONVENTIONS
 from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 
 

@@ -3,8 +3,8 @@
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
-from .conventions import CONVENTIONS, needs_spacing
 from .grouped_positions import GroupedPositions
+from .kinds import CONVENTIONS, needs_spacing
 from .placement import Place, place_input
 from .positions import TokenPositions
 from .rotary_fields import DISPLACEMENTS

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from ..fast.dispatch import working_dtype
-from .conventions import CONVENTIONS
-from .kinds import ENCODINGS, PLANES, encoding_of
+from .kinds import CONVENTIONS, ENCODINGS, PLANES, encoding_of
 from .rotary_encoding import RotaryEncoding
 from .starts import STARTS, Spectrum
 

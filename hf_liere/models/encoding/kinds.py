@@ -9,6 +9,8 @@ from ..parts import Parts
 
 # Value of `position_encoding` → its [`rotary_encoding.RotaryEncoding`].
 ENCODINGS = Parts("position_encoding")
+# Value of `coordinates` → its [`Convention`].
+CONVENTIONS = Parts("coordinates")
 # Encoding → its class whose rotations of some grids are constants.
 FOLDED = Parts("folded position_encoding")
 # Encoding → its class for `round_angles`.
@@ -73,3 +75,37 @@ def needs_exponential(config) -> bool:
     """Whether rotations need a matrix exponential, so that folding stores them as constants."""
     encoding = encoding_of(config)
     return encoding is not None and not encoding.product and not generators_commute(config)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """
+    A value of `coordinates`, see [`rotary_fields.GridFields`].
+
+    Attributes:
+        description: Range of the coordinates, in reports on models.
+        place: (index of a patch, size n of its axis, n₀ of training, size of the last axis) → coordinate, for numbers
+            and for tensors.
+        is_proportional: Whether coordinates are multiples of the index, or of its distance from the middle.
+        centre: Coordinate of the centre of any input (of its columns, in `unit_width`); `None` if it depends on the
+            size.
+        needs_spacing: Whether patches have the extents of [`physical_spacing.physical_extents`]; `place` is then that
+            of an input with an extent of one unit.
+    """
+
+    description: str
+    place: Callable
+    is_proportional: bool = False
+    centre: float | None = None
+    needs_spacing: bool = False
+
+
+def convention_of(config) -> Convention | None:
+    """The convention of a configuration; `None` for tokens, and for models without coordinates."""
+    return CONVENTIONS.get(getattr(config, "coordinates", None))
+
+
+def needs_spacing(config) -> bool:
+    """Whether coordinates follow from the spacing of an input, see [`Convention.needs_spacing`]."""
+    convention = convention_of(config)
+    return convention is not None and convention.needs_spacing

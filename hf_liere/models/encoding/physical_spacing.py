@@ -3,7 +3,7 @@
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
-from .conventions import needs_spacing
+from .kinds import needs_spacing
 from .positions import patch_indices
 
 

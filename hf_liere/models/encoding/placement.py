@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from ..fast.dispatch import working_dtype
-from .conventions import needs_spacing
 from .displacements import draw_displacements
+from .kinds import needs_spacing
 from .physical_spacing import physical_extents
 from .positions import TokenPositions, patch_indices
 

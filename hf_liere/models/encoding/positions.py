@@ -1,13 +1,50 @@
 """Positions: where each token sits, in the coordinates that an encoding expects."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
 from ..fast.scaling_and_squaring import Rays
-from .conventions import CONVENTIONS
+from .kinds import CONVENTIONS, Convention
+
+
+def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:
+    return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
+
+
+def _on_train_grid(index, size, trained, width) -> Any:
+    return index * (size / trained / _at_least_one(size - 1))
+
+
+def _around_middle(index, size, *others) -> Any:
+    return _on_train_grid(index - (size - 1) / 2, size, *others)
+
+
+def _in_unit(index, size, trained, width) -> Any:
+    return (index + 0.5) / size
+
+
+CONVENTIONS["index"] = Convention("patch indices 0, 1, 2, …", lambda index, size, trained, width: index, True)
+CONVENTIONS["train_grid"] = Convention("0 … 1 over the trained grid", _on_train_grid, True)
+CONVENTIONS["centred_grid"] = Convention("−½ … ½ over the trained grid", _around_middle, True, 0.0)
+CONVENTIONS["train_index"] = Convention(
+    "indices scaled to the trained grid", lambda index, size, trained, width: index * (trained / size), True
+)
+CONVENTIONS["fixed_grid"] = Convention(
+    "0 … 1 from the first to the last patch of any grid",
+    lambda index, size, trained, width: index * (1 / _at_least_one(size - 1)),
+    True,
+    0.5,
+)
+CONVENTIONS["unit"] = Convention("0 … 1 over any grid", _in_unit, False, 0.5)
+CONVENTIONS["unit_width"] = Convention(
+    "0 … 1 over the width of any grid", lambda index, size, trained, width: (index + 0.5) / width, False, 0.5
+)
+CONVENTIONS["physical"] = Convention(
+    "lengths about the centre of the input, in physical_unit", _in_unit, False, 0.5, needs_spacing=True
+)
 
 
 class TokenPositions:

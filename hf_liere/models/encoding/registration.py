@@ -2,8 +2,7 @@
 
 from typing import TypeVar
 
-from .conventions import CONVENTIONS, Convention
-from .kinds import ENCODINGS
+from .kinds import CONVENTIONS, ENCODINGS, Convention
 from .rotary_encoding import RotaryEncoding
 from .starts import STARTS, Start
 

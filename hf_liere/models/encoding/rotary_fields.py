@@ -7,8 +7,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import validated_field
 
 from ..parts import check_name
-from .conventions import CONVENTIONS, convention_of, needs_spacing
-from .kinds import ANY, ENCODINGS, encoding_of, needs_exponential
+from .kinds import ANY, CONVENTIONS, ENCODINGS, convention_of, encoding_of, needs_exponential, needs_spacing
 from .starts import STARTS, start_of
 
 

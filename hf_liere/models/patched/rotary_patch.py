@@ -5,8 +5,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..encoding.conventions import needs_spacing
-from ..encoding.kinds import ENCODINGS
+from ..encoding.kinds import ENCODINGS, needs_spacing
 from ..encoding.rotary_fields import OWN_FIELDS, GridFields, RotaryFields, check_format_version, default_rotate_prefix
 from ..encoding.starts import start_of
 from ..parts import check_name

@@ -2,8 +2,7 @@
 
 from transformers.activations import ACT2FN
 
-from ..encoding.conventions import needs_spacing
-from ..encoding.kinds import ENCODINGS, encoding_of
+from ..encoding.kinds import ENCODINGS, encoding_of, needs_spacing
 from ..encoding.rotary_fields import (
     AT_LEAST_ONE,
     FACTORS,

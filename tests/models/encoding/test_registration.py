@@ -11,7 +11,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import hf_liere
 from hf_liere import LieREViTConfig, LieREViTForImageClassification, RotaryPatchConfig
-from hf_liere.models.encoding.conventions import Convention
+from hf_liere.models.encoding.kinds import Convention
 
 
 OWN = {"position_encoding": "two_parameters", "block_size": 4, "rotary_init": "tenth", "coordinates": "squares"}
