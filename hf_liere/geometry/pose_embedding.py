@@ -8,7 +8,8 @@ from torch import nn
 from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
-from ..models.encoding.positions import TokenPositions, require_tensors
+from ..models.encoding.given_positions import require_tensors
+from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.fast.dispatch import values_are_unknown, working_dtype
 from ..models.rotation.rotation import PlaneRotation

@@ -117,7 +117,8 @@ class GeneratorParameters(LearnedRotations):
     @classmethod
     def parts(cls, config) -> list:
         """What the code of a checkpoint needs beside this class, see [`parts.Parts`]."""
-        return [form for size, form in CLOSED_FORMS.items() if size == config.block_size]
+        forms = [form for size, form in CLOSED_FORMS.items() if size == config.block_size]
+        return [*forms, cls.folded_class(config)]
 
     @classmethod
     def folded_class(cls, config) -> "type[GeneratorParameters]":

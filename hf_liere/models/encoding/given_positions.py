@@ -1,4 +1,4 @@
-"""Positions that the caller of a model gives, instead of those of a grid."""
+"""What the caller of a model gives: tensors, and positions instead of those of a grid."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from transformers.utils import logging
 
 from ..fast.dispatch import values_are_unknown, working_dtype
-from .positions import TokenPositions, require_tensors
+from .positions import TokenPositions
 from .starts import start_of
 
 
@@ -96,3 +96,13 @@ def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Ten
         visible = visible.any(dim=0)  # (N,)
     visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)  # (…, N)
     return values.masked_fill(~visible.unsqueeze(-1), 0)  # (…, N, C)
+
+
+def require_tensors(**given: object) -> None:
+    """Raises `ValueError` if one of the given values is something else than a tensor or `None`."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}; a tensor is needed: torch.as_tensor makes one of numbers, and a "
+                "processor, such as AutoImageProcessor, of images."
+            )

@@ -84,8 +84,8 @@ class Convention:
 
     Attributes:
         description: Range of the coordinates, in reports on models.
-        place: (index of a patch, size n of its axis, n₀ of training, size of the last axis) → coordinate, for numbers
-            and for tensors.
+        place: (index i of a patch, size n of its axis, n₀ of training, size w of the last axis) → coordinate, for
+            numbers and for tensors.
         is_proportional: Whether coordinates are multiples of the index, or of its distance from the middle.
         centre: Coordinate of the centre of any input (of its columns, in `unit_width`); `None` if it depends on the
             size.

@@ -6,7 +6,7 @@ import torch
 
 from ..fast.dispatch import working_dtype
 from .displacements import draw_displacements
-from .kinds import needs_spacing
+from .kinds import CONVENTIONS
 from .physical_spacing import physical_extents
 from .positions import TokenPositions, patch_indices
 
@@ -75,7 +75,8 @@ def place_input(
         needs_positions: Whether the caller gave no positions.
     """
     extents = offsets = displaced = None
-    if needs_positions and needs_spacing(config):
+    convention = CONVENTIONS.get(config.coordinates)
+    if needs_positions and convention is not None and convention.needs_spacing:
         # (A,) or (1 or B, A), (1 or B, N, A)
         extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device)
     if training:

@@ -14,37 +14,26 @@ def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:
     return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
 
 
-def _on_train_grid(index, size, trained, width) -> Any:
-    return index * (size / trained / _at_least_one(size - 1))
+def _on_train_grid(i, n, n0, w) -> Any:
+    return i * (n / n0 / _at_least_one(n - 1))
 
 
-def _around_middle(index, size, *others) -> Any:
-    return _on_train_grid(index - (size - 1) / 2, size, *others)
+def _in_unit(i, n, n0, w) -> Any:
+    return (i + 0.5) / n
 
 
-def _in_unit(index, size, trained, width) -> Any:
-    return (index + 0.5) / size
-
-
-CONVENTIONS["index"] = Convention("patch indices 0, 1, 2, …", lambda index, size, trained, width: index, True)
+CONVENTIONS["index"] = Convention("patch indices 0, 1, 2, …", lambda i, n, n0, w: i, True)
 CONVENTIONS["train_grid"] = Convention("0 … 1 over the trained grid", _on_train_grid, True)
-CONVENTIONS["centred_grid"] = Convention("−½ … ½ over the trained grid", _around_middle, True, 0.0)
-CONVENTIONS["train_index"] = Convention(
-    "indices scaled to the trained grid", lambda index, size, trained, width: index * (trained / size), True
+CONVENTIONS["centred_grid"] = Convention(
+    "−½ … ½ over the trained grid", lambda i, n, n0, w: _on_train_grid(i - (n - 1) / 2, n, n0, w), True, 0.0
 )
+CONVENTIONS["train_index"] = Convention("indices scaled to the trained grid", lambda i, n, n0, w: i * (n0 / n), True)
 CONVENTIONS["fixed_grid"] = Convention(
-    "0 … 1 from the first to the last patch of any grid",
-    lambda index, size, trained, width: index * (1 / _at_least_one(size - 1)),
-    True,
-    0.5,
+    "0 … 1 from the first to the last patch of any grid", lambda i, n, n0, w: i * (1 / _at_least_one(n - 1)), True, 0.5
 )
 CONVENTIONS["unit"] = Convention("0 … 1 over any grid", _in_unit, False, 0.5)
-CONVENTIONS["unit_width"] = Convention(
-    "0 … 1 over the width of any grid", lambda index, size, trained, width: (index + 0.5) / width, False, 0.5
-)
-CONVENTIONS["physical"] = Convention(
-    "lengths about the centre of the input, in physical_unit", _in_unit, False, 0.5, needs_spacing=True
-)
+CONVENTIONS["unit_width"] = Convention("0 … 1 over the width of a grid", lambda i, n, n0, w: (i + 0.5) / w, False, 0.5)
+CONVENTIONS["physical"] = Convention("lengths about the input's centre, in physical_unit", _in_unit, False, 0.5, True)
 
 
 class TokenPositions:
@@ -236,13 +225,3 @@ def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: 
         return positions
     shape = (*positions.shape[:-2], num_prefix_tokens, positions.shape[-1])
     return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)  # (…, P + N, A)
-
-
-def require_tensors(**given: object) -> None:
-    """Raises `ValueError` if one of the given values is something else than a tensor or `None`."""
-    for name, value in given.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"{name} is a {type(value).__name__}; a tensor is needed: torch.as_tensor makes one of numbers, and a "
-                "processor, such as AutoImageProcessor, of images."
-            )

@@ -221,10 +221,6 @@ class LieRE(RotaryEncoding):
     def folded_class(cls, config) -> type[RotaryEncoding]:
         return FOLDED["liere"] if needs_exponential(config) else cls
 
-    @classmethod
-    def parts(cls, config) -> list:
-        return [*super().parts(config), cls.folded_class(config)]
-
 
 @ENCODINGS.offer("rope_mixed")
 class RoPEMixed(LieRE):

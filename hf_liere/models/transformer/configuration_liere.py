@@ -12,6 +12,7 @@ from transformers.backbone_utils import BackboneConfigMixin
 from ..encoding.kinds import encoding_of
 from ..encoding.rotary_fields import (
     OWN_FIELDS,
+    UNROTATED,
     GridFields,
     RotaryFields,
     default_rotate_prefix,
@@ -177,7 +178,7 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     @property
     def uses_positions(self) -> bool:
         """Whether the model depends on the coordinates of tokens."""
-        return encoding_of(self) is not None or self.position_table_size is not None
+        return self.position_encoding not in UNROTATED or self.position_table_size is not None
 
     @property
     def num_prefix_tokens(self) -> int:

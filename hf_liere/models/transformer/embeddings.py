@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..encoding.given_positions import require_tensors
 from ..encoding.grouped_positions import GroupedPositions
-from ..encoding.positions import TokenPositions, require_tensors
+from ..encoding.positions import TokenPositions
 from ..fast.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig
 from .patch_batches import cut_patches

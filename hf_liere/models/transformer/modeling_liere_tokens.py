@@ -10,8 +10,8 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from ..encoding.given_positions import check_coordinates, check_shape, place_given, zero_hidden
-from ..encoding.positions import TokenPositions, require_tensors
+from ..encoding.given_positions import check_coordinates, check_shape, place_given, require_tensors, zero_hidden
+from ..encoding.positions import TokenPositions
 from ..fast.dispatch import values_are_unknown
 from .configuration_liere_tokens import LieRETokensConfig
 from .embeddings import LieRETokenEmbeddings

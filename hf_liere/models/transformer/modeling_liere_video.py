@@ -2,7 +2,7 @@
 
 import torch
 
-from ..encoding.positions import require_tensors
+from ..encoding.given_positions import require_tensors
 from .configuration_liere import LieREVideoConfig
 from .modeling_liere import LieREForClassification, LieREPixelModel
 
