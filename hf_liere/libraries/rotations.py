@@ -15,8 +15,9 @@ from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.fast.dispatch import working_dtype
 from ..models.probing.planes import Planes
+from ..models.rotation.learned_rotations import LearnedRotations
 from ..models.rotation.model_basis import rotate_one
-from ..models.rotation.rotation import LearnedRotations, TokenRotation
+from ..models.rotation.rotation import TokenRotation
 from .schedules import Schedule, ScheduleInput
 
 

@@ -257,12 +257,12 @@ def test_the_file_names_what_it_lacks(tiny, tmp_path):
         Exception, match="'comrope_ld'; .*accepted are none, absolute, liere, rope_mixed in the code of .*hf_liere"
     ):
         module.LieREViTConfig(position_encoding="comrope_ld")
-    with pytest.raises(Exception, match="rotary_init 'golden_gate' is not in the code .*hf_liere"):
+    with pytest.raises(Exception, match="'golden_gate'; accepted are uniform, .* in the code .*hf_liere"):
         module.LieREViTConfig(position_encoding="liere", rotary_init="golden_gate")
     patched = rotary_config(type(build_rotating("llama")[0].config))(rotary_patch=PRETRAINED.to_dict())
     patched.save_pretrained(tmp_path)
     module = load_file(tmp_path / "modeling_patched.py", "of_planes_alone")
-    with pytest.raises(ValueError, match="'liere' is not in the code of this checkpoint, which has none; .*hf_liere"):
+    with pytest.raises(ValueError, match="'liere'; accepted are rope_mixed in the code .*hf_liere"):
         module.RotaryPatchConfig(position_encoding="liere", rotary_init="pretrained")
 
 

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from ..fast.dispatch import working_dtype
-from .kinds import CONVENTIONS, ENCODINGS, PLANES, encoding_of
+from .kinds import CONVENTIONS, ENCODINGS, PLANES, STARTS, encoding_of
 from .rotary_encoding import RotaryEncoding
-from .starts import STARTS, Spectrum
+from .starts import Spectrum
 
 
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}

@@ -9,6 +9,8 @@ from ..parts import Parts
 
 # Value of `position_encoding` → its [`rotary_encoding.RotaryEncoding`].
 ENCODINGS = Parts("position_encoding")
+# Value of `rotary_init` → its [`starts.Start`].
+STARTS = Parts("rotary_init")
 # Value of `coordinates` → its [`Convention`].
 CONVENTIONS = Parts("coordinates")
 # Encoding → its class whose rotations of some grids are constants.

@@ -4,7 +4,8 @@ import torch
 
 from ..rotation.exponential import skew_entries
 from ..rotation.spins import representation
-from .starts import STARTS, Start
+from .kinds import STARTS
+from .starts import Start
 
 
 # Block sizes with one irreducible representation of so(3), and its spin.

@@ -2,9 +2,9 @@
 
 from typing import TypeVar
 
-from .kinds import CONVENTIONS, ENCODINGS, Convention
+from .kinds import CONVENTIONS, ENCODINGS, STARTS, Convention
 from .rotary_encoding import RotaryEncoding
-from .starts import STARTS, Start
+from .starts import Start
 
 
 Encoding = TypeVar("Encoding", bound=type[RotaryEncoding])

@@ -13,9 +13,10 @@ from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from .generator_parameters import GeneratorParameters
 from .grouped_positions import GroupedPositions
-from .kinds import ENCODINGS, FOLDED, PLANES, needs_exponential
+from .kinds import ENCODINGS, FOLDED, needs_exponential
 from .positions import GridPositions, TokenPositions
 from .rotation_cache import RotationCache
+from .traits import MixedTraits
 
 
 Kind = TypeVar("Kind", bound=Rotation)
@@ -129,6 +130,15 @@ class RotaryEncoding(GeneratorParameters):
         first = self.config.relative_axis
         return values.roll(-first, dim) if first else values
 
+    @property
+    def rotation_dtype(self) -> torch.dtype:
+        """
+        float64 for float64 parameters, or, without parameters, in a model of float64; else float32. Attention casts
+        rotations when it applies them.
+        """
+        dtypes = {parameter.dtype for parameter in self.parameters()} or {self.model_dtype}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
     def working_coordinates(self, positions: TokenPositions) -> torch.Tensor:
         """(B · N, A) coordinates in the working dtype."""
         coordinates = positions.coordinates
@@ -223,12 +233,5 @@ class LieRE(RotaryEncoding):
 
 
 @ENCODINGS.offer("rope_mixed")
-class RoPEMixed(LieRE):
+class RoPEMixed(MixedTraits, LieRE):
     """Free generators of planes: learned frequencies of all axes (RoPE-ViT §3.2)."""
-
-    description = "RoPE-Mixed: rotations of planes by learned frequencies of all axes"
-    block_sizes = PLANES
-    rotary_inits = ("frequencies", "golden_gate", "uniform", "normal", "zeros", "axial")
-    coordinates = "index"
-    commutes = True
-    pretrained = "planes"

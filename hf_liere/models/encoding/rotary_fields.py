@@ -7,8 +7,8 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import validated_field
 
 from ..parts import check_name
-from .kinds import ANY, CONVENTIONS, ENCODINGS, convention_of, encoding_of, needs_exponential, needs_spacing
-from .starts import STARTS, start_of
+from .kinds import ANY, CONVENTIONS, ENCODINGS, STARTS, convention_of, encoding_of, needs_exponential, needs_spacing
+from .starts import start_of
 
 
 FLOAT32_MAX = 3.4028234e38
@@ -155,7 +155,7 @@ class RotaryFields:
         if encoding_of(self) is None:
             return []
         encoding, convention = ENCODINGS[self.position_encoding], convention_of(self)
-        return [encoding, *encoding.parts(self), start_of(self), *([convention.place] if convention else [])]
+        return [*encoding.parts(self), start_of(self), *([convention.place] if convention else [])]
 
 
 # Fields of some encodings or starts.

@@ -7,12 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..parts import Parts
-from .kinds import ANY, encoding_of
-
-
-# Value of `rotary_init` → its [`Start`].
-STARTS = Parts("rotary_init")
+from .kinds import ANY, STARTS, encoding_of
 
 
 class Start:

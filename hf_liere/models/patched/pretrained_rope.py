@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ..encoding.kinds import ENCODINGS
+from ..encoding.traits import MixedTraits
 from ..probing.coordinate_probe import CoordinateProbe, read_frequencies
 from ..probing.module_inspection import find_indexers
 from ..probing.rope_layout import RopeLayout, RopeTower
-from ..rotation.rotation import LearnedRotations
+from ..rotation.learned_rotations import LearnedRotations
 from .carrying import Turn
 from .tower_patch import PRETRAINED
 
@@ -145,6 +147,10 @@ class PretrainedRope(LearnedRotations):
         """Restore the initial values after a construction without values; loaded parameters stay."""
         for part in (*self.probes, *self.layouts):
             part.reset_parameters()
+
+
+# The code of a checkpoint lacks the encoding itself, which these factors do without.
+ENCODINGS.setdefault("rope_mixed", MixedTraits)
 
 
 @PRETRAINED.offer("planes")
