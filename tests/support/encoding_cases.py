@@ -1,11 +1,36 @@
-"""Which encodings and block sizes the tests run over: an encoding that has traits is in all of these lists."""
+"""Which encodings and block sizes the tests run over: an encoding that is registered is in all of these lists."""
 
+import own_rotations
 import torch
 
 from hf_liere.models.encoding.kinds import CONVENTIONS
 from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.plain import PLAIN_ENCODINGS, LieRotary
+from hf_liere.plain.lie_rotary import planar
 
 
+class PlainTwoParameters(LieRotary):
+    """The encoding of `own_rotations`, as the references of the package's own."""
+
+    starts = ("normal", "zeros", "tenth")
+    accepts = staticmethod(own_rotations.accepts)
+
+    def make_parameters(self):
+        self.generators = torch.nn.Parameter(torch.empty(self.num_axes, 1, self.heads, self.num_blocks, 1))
+
+    def reset_parameters(self):
+        if self.rotary_init == "tenth":
+            torch.nn.init.constant_(self.generators, 0.1)
+        super().reset_parameters()
+
+    def matrices(self):
+        planes = self.generators[:, 0].expand(-1, -1, -1, self.block_size // 2)  # (A, heads or 1, blocks, b/2)
+        return planar(planes.flatten(-2), self.block_size)
+
+
+# What the package's own encodings have, and one of a user lacks.
+OWN_PLAIN = tuple(PLAIN_ENCODINGS)
+PLAIN_ENCODINGS["two_parameters"] = PlainTwoParameters
 ENCODINGS = tuple(KINDS)
 # Coordinates that follow from a grid alone.
 GRID_CONVENTIONS = tuple(name for name, convention in CONVENTIONS.items() if not convention.needs_spacing)
@@ -13,7 +38,7 @@ LEARNED = tuple(name for name, traits in KINDS.items() if traits.learned)
 COMMUTING = tuple(name for name, traits in KINDS.items() if traits.commutes)
 PRODUCTS = tuple(name for name, traits in KINDS.items() if traits.product)
 # Encodings that fold into the query and key weights, where they have a basis, and need no exponentials.
-FOLDABLE = (*COMMUTING, "liere_product")
+FOLDABLE = (*(name for name in COMMUTING if KINDS[name].in_basis or KINDS[name].planar), "liere_product")
 # Encodings that can start without any rotation.
 NEUTRAL = tuple(name for name, traits in KINDS.items() if "zeros" in traits.rotary_inits)
 # One of each way to compute rotations, for tests that compile, which takes seconds each.

@@ -3,6 +3,11 @@
 import torch
 
 from hf_liere import Convention, RotaryEncoding, Start, register_coordinates, register_encoding, register_start
+from hf_liere.models.encoding.kinds import BlockSizes
+
+
+def accepts(size, head_dim, axes):
+    return size % 2 == 0 and head_dim % size == 0
 
 
 @register_encoding
@@ -11,7 +16,9 @@ class TwoParameters(RotaryEncoding):
 
     name = "two_parameters"
     description = "Two parameters: one learned rate an axis for all planes of a block"
+    block_sizes = BlockSizes(accepts, " must be even and divide head_dim={head_dim} for {encoding}", 4)
     rotary_inits = ("normal", "zeros", "tenth")
+    pretrained = "one number for all planes of a block"
 
     def __init__(self, config, num_axes):
         super().__init__(config, num_axes)

@@ -15,6 +15,7 @@ from transformers.trainer_utils import HubStrategy
 
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from hf_liere.errors import InputError
+from hf_liere.models.encoding.registration import import_file
 
 
 def flag(default: Any, help: str, **metadata) -> Any:
@@ -224,6 +225,7 @@ class RunArguments(TrainingArguments):
     """Trainer's arguments, those that this project adds, and other defaults for some."""
 
     recipe: str | None = flag(None, "yaml file of flags, which the command line overrides.")
+    register: list[str] = flag([], "Python files that register encodings, starts or coordinates of yours.")
     overwrite_output_dir: bool = flag(False, "Delete the run in output_dir instead of refusing to start.")
     resume_from_hub: bool = flag(
         False, "Resume from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."
@@ -254,6 +256,7 @@ class RunArguments(TrainingArguments):
     logging_nan_inf_filter: bool = flag(False, "Must stay off: a loss that is not finite stops the training.")
 
     def __post_init__(self):
+        self._import_files()
         self._check_numbers()
         # Without this, each of several processes would train a separate copy of the model, and bf16 would be refused.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
@@ -285,6 +288,13 @@ class RunArguments(TrainingArguments):
         self._check_hub()
         if not self.do_train and not self.do_eval:
             raise InputError("Nothing to do: give --do_train, --do_eval or both.")
+
+    def _import_files(self) -> None:
+        for file in self.register:
+            try:
+                import_file(file)
+            except ValueError as error:
+                raise InputError(f"--register: {error}") from error
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -1,5 +1,8 @@
 """Encodings, starts and coordinates of users."""
 
+import importlib
+import sys
+from pathlib import Path
 from typing import TypeVar
 
 from .kinds import CONVENTIONS, ENCODINGS, STARTS, Convention
@@ -45,3 +48,20 @@ def register_start(start: AnyStart) -> AnyStart:
 def register_coordinates(name: str, convention: Convention) -> None:
     """As [`register_encoding`], for a value of `coordinates`; the file is that of `convention.place`."""
     CONVENTIONS.register(name, convention)
+
+
+def import_file(file: str | Path) -> None:
+    """
+    Import a file that registers something, as `import my_rotations` does in the folder of `my_rotations.py`.
+
+    Raises:
+        ValueError: if there is no such file, or Python imports another one by this name.
+    """
+    path = Path(file).resolve()
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"{file} is no Python file; accepted: one that registers encodings, such as my_rotations.py.")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    found = importlib.import_module(path.stem).__file__
+    if found is None or Path(found).resolve() != path:
+        raise ValueError(f"{file} has the name of {found}, which Python imports; accepted: any other name.")

@@ -81,6 +81,7 @@ class MixedTraits(EncodingTraits):
     rotary_inits: ClassVar[tuple[str, ...]] = ("frequencies", "golden_gate", "uniform", "normal", "zeros", "axial")
     rope_theta = 10.0
     coordinates = "index"
+    commutes = True
     pretrained = "planes"
 
     @classmethod

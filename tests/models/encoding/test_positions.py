@@ -145,7 +145,7 @@ def test_augmentation_is_that_of_dinov3(strengths):
         assert (shares[0] - shares[1]).abs().max() < 1.95 * math.sqrt(2 / count)
 
 
-@pytest.mark.parametrize("coordinates", GRID_CONVENTIONS)
+@pytest.mark.parametrize("coordinates", [name for name in GRID_CONVENTIONS if name != "squares"])
 def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates):
     """Shift, then scale about the centre of the input, in a convention whose patches are at m + u·index."""
     grid, trained, dtype = (4, 6), (2, 3), torch.float64
