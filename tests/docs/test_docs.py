@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,12 +26,13 @@ from conversion_cases import liere_weights
 from fresh_process import run_python
 from hub_client import WRITE
 from page_models import MODELS
-from pages import PAGES, SITE, blocks, commands, find_blocks, name
+from pages import PAGES, SITE, blocks, commands, find_blocks, name, write_files
 from training_helpers import write_images_folder, write_parquet
 
 import hf_liere
 import training.evaluate_sweep as sweeps
 from hf_liere.cli import PARSER, main
+from hf_liere.models.encoding.kinds import CONVENTIONS, ENCODINGS, STARTS
 from training.common.command_line import parse_arguments
 from training.demo import save_puzzles
 
@@ -50,14 +52,24 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def reader(models, tmp_path, monkeypatch) -> Path:
+def reader(models, tmp_path, monkeypatch) -> Iterator[Path]:
     """A checkout as the pages expect it around their reader, with the models and data that they name."""
     folder = tmp_path / "checkout"
     shutil.copytree(models, folder)
     for part in ("training", "model_cards"):
         (folder / part).symlink_to(ROOT / part)
     monkeypatch.chdir(folder)
-    return folder
+    monkeypatch.syspath_prepend(folder)
+    # What files of the reader register is not there for other tests.
+    known, registers = set(sys.modules), (ENCODINGS, STARTS, CONVENTIONS)
+    before = [dict(register) for register in registers]
+    yield folder
+    for register, parts in zip(registers, before):
+        for added in register.keys() - parts.keys():
+            del register[added]
+    for added in sys.modules.keys() - known:
+        if (file := getattr(sys.modules[added], "__file__", None)) and Path(file).is_relative_to(folder):
+            del sys.modules[added]
 
 
 @pytest.fixture
@@ -90,9 +102,9 @@ def test_every_block_runs(page, reader, request):
     """
     if page.name == "publish.md":
         request.getfixturevalue("hub")
-    namespace = {"__name__": page.stem}
+    namespace, files = {"__name__": page.stem}, write_files(page, reader)
     for block in blocks(page):
-        if any(find_spec(library) is None for library in OPTIONAL.findall(block.text)):
+        if block.text in files or any(find_spec(library) is None for library in OPTIONAL.findall(block.text)):
             continue
         if page.name in OWN_PROCESSES and block.language == "python":
             done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True, env=OFFLINE)
@@ -149,6 +161,7 @@ def is_there(argument: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_command_is_accepted(page, reader, monkeypatch):
     """By the parser of its program; what it names of this repository exists."""
+    write_files(page, reader)
     for program, *arguments in commands(page):
         if program == "hf-liere":
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -16,6 +17,7 @@ from page_models import clip
 from patching_cases import widen
 
 from hf_liere import is_patched
+from hf_liere.models.encoding.kinds import ENCODINGS
 
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -36,9 +38,11 @@ def ran(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     matplotlib.use("Agg")
 
-    def run(name):
+    def run(name, **replaced):
         path, namespace = ROOT / "docs" / "notebooks" / f"{name}.ipynb", {"__name__": "__main__"}
         for number, cell in enumerate(cells(path)[1:], start=2):
+            for constant, value in replaced.items():
+                cell = cell.replace(constant, value)
             exec(compile(cell, f"{path.name}, code cell {number}", "exec"), namespace)
         return namespace
 
@@ -104,6 +108,18 @@ def test_orientations(ran):
     assert changes["LieRE from so(3)"] < 1e-5 < 1e-3 < changes["RoPE-Mixed"]
     assert all(accuracy[30] > 0.9 for accuracy in accuracies.values())
     assert accuracies["LieRE from so(3)"][180] > 0.95 and accuracies["RoPE-Mixed"][180] < 0.7
+
+
+def test_own_encoding(ran):
+    """Three steps of its training; the class that it saves is the one on the page."""
+    try:
+        names = ran("own_encoding", **{"STEPS, BATCH = 1250, 64": "STEPS, BATCH = 3, 8"})
+        assert names["same"] and names["rotations"][0].grad.abs().min() > 0
+        page = (ROOT / "docs" / "own_encoding.md").read_text(encoding="utf-8")
+        assert "# my_rotations.py" + Path("my_rotations.py").read_text(encoding="utf-8") in page
+    finally:
+        ENCODINGS.pop("geometric", None)
+        sys.modules.pop("my_rotations", None)
 
 
 @pytest.mark.slow

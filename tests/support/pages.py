@@ -17,6 +17,7 @@ BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?",
 
 # What a line prints, as a comment below it; and the shape of what a line assigns, as a comment at its end.
 PRINTED = re.compile(r"^print\(.*\)\n((?:# .*\n?)+)", re.MULTILINE)
+FILE = re.compile(r"# (\w+\.py)\n")
 SHAPE = re.compile(r"^(\w+) = .*  # (\(\d+(?:, \d+)+\))$", re.MULTILINE)
 
 
@@ -55,6 +56,15 @@ def blocks(page: Path) -> list[Block]:
 def find_blocks(text: str) -> list[Block]:
     """Those of a page or of a docstring."""
     return [Block(*found.groups(), text.count("\n", 0, found.start()) + 1) for found in BLOCK.finditer(text)]
+
+
+def write_files(page: Path, folder: Path) -> set[str]:
+    """Save the blocks that begin with the name of a file, as their reader does; the texts of these blocks."""
+    named = {block.text: FILE.match(block.text) for block in blocks(page) if block.language == "python"}
+    for text, found in named.items():
+        if found:
+            (folder / found[1]).write_text(text, encoding="utf-8")
+    return {text for text, found in named.items() if found}
 
 
 def commands(page: Path) -> list[list[str]]:

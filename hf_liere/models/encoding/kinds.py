@@ -84,6 +84,11 @@ class Convention:
     """
     A value of `coordinates`, see [`rotary_fields.GridFields`].
 
+    ```python
+    from hf_liere import Convention
+    Convention("0 … 1 over any grid", lambda index, size, trained, width: (index + 0.5) / size, centre=0.5)
+    ```
+
     Attributes:
         description: Range of the coordinates, in reports on models.
         place: (index i of a patch, size n of its axis, n₀ of training, size w of the last axis) → coordinate, for

@@ -19,6 +19,25 @@ def register_encoding(encoding: Encoding) -> Encoding:
     Make a rotary encoding a value of `position_encoding`: in models, patches and the layer, in cards and commands. A
     checkpoint contains its code, so that it also loads without the package.
 
+    ```python
+    from hf_liere import LieRotaryEmbedding, RotaryEncoding, register_encoding
+
+    @register_encoding
+    class Diagonal(RotaryEncoding):
+        name = "diagonal"
+        description = "Diagonal: planes with one learned frequency for all axes"
+        rotary_inits = ("normal", "zeros")
+
+        def __init__(self, config, num_axes):
+            super().__init__(config, num_axes)
+            self.generators = self.new_parameter(1, self.layers, self.heads, self.num_planes)
+
+        def entries(self, device):
+            return self.to_blocks(self.generators.expand(self.num_axes, -1, -1, -1))
+
+    rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=2, position_encoding="diagonal")
+    ```
+
     Args:
         encoding: A subclass of [`RotaryEncoding`] with a `name`, in a file that can be imported and itself imports
             torch and `hf_liere` only. Its parameters come from `new_parameter`; `entries` computes the generators from
@@ -38,6 +57,22 @@ def register_start(start: AnyStart) -> AnyStart:
     """
     As [`register_encoding`], for a value of `rotary_init`.
 
+    ```python
+    import torch
+    from hf_liere import LieRotaryEmbedding, Start, register_start
+
+    @register_start
+    class Small(Start):
+        name = "small"
+        encodings = ("liere",)
+
+        @classmethod
+        def parameters(cls, encoding):
+            return {"generators": 0.01 * torch.randn_like(encoding.generators)}
+
+    rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=2, rotary_init="small")
+    ```
+
     Args:
         start: A subclass of [`Start`] with a `name`; `encodings` names the encodings that accept it.
     """
@@ -46,7 +81,15 @@ def register_start(start: AnyStart) -> AnyStart:
 
 
 def register_coordinates(name: str, convention: Convention) -> None:
-    """As [`register_encoding`], for a value of `coordinates`; the file is that of `convention.place`."""
+    """
+    As [`register_encoding`], for a value of `coordinates`; the file is that of `convention.place`.
+
+    ```python
+    from hf_liere import Convention, LieREViTConfig, register_coordinates
+    register_coordinates("halves", Convention("0, ½, 1, …", lambda index, size, trained, width: index / 2, True))
+    config = LieREViTConfig(coordinates="halves")
+    ```
+    """
     CONVENTIONS.register(name, convention)
 
 

@@ -32,6 +32,13 @@ class RotaryEncoding(GeneratorParameters):
     Subclasses define the parameters and compute the generators' free entries from them. The parameters of all layers
     live here, outside of the layers, in one tensor of shape (…, layers or 1, heads or 1, blocks, …) per kind.
 
+    ```python
+    from hf_liere import LieRotaryEmbedding, RotaryEncoding
+    encoding = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=2, block_size=4).encoding
+    assert isinstance(encoding, RotaryEncoding)
+    entries = encoding.entries("cpu")  # (2, 1, 8, 16, 6)
+    ```
+
     Args:
         config: A [`LieREConfig`] whose `position_encoding` is rotary.
         num_axes: Number A of axes of a position.

@@ -12,7 +12,13 @@ from .kinds import ANY, STARTS, encoding_of
 
 class Start:
     """
-    A value of `rotary_init`.
+    A value of `rotary_init`, see [`registration.register_start`].
+
+    ```python
+    from hf_liere import Start
+    from hf_liere.models.encoding.kinds import STARTS
+    assert all(issubclass(start, Start) for start in STARTS.values())
+    ```
 
     Attributes:
         name: Its value of `rotary_init`, for [`registration.register_start`].
