@@ -10,13 +10,12 @@ from encoding_cases import ENCODINGS, GRID_CONVENTIONS, OWN_PLAIN, block_size, o
 
 import hf_liere
 from hf_liere.cli import main
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.plain import PLAIN_ENCODINGS, grid_positions
 
 
 def start_cases():
     for encoding in ENCODINGS:
-        for start in KINDS[encoding].rotary_inits or (None,):
+        for start in PLAIN_ENCODINGS[encoding].starts or (None,):
             axes, size = (3, 3) if start == "so3" else (2, 8)
             yield encoding, start, axes, block_size(encoding, 16, 2, size)
 

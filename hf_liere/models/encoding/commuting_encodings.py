@@ -153,7 +153,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
 
     description = "ComRoPE-AP: learned rotations whose generators commute, each block serving one axis"
     block_sizes = DIVISORS_BY_AXIS
-    rotary_inits = ("normal", "uniform", "zeros", "axial")
+    rotary_inits = ("normal", "uniform", "zeros")
     coordinates = "unit"
     rotate_prefix = True
     serves_one_axis = True
@@ -306,7 +306,7 @@ class CayleyString(EncodingInBasis):
 
     description = "Cayley-STRING: RoPE-Mixed in a learned orthogonal basis, the Cayley map of a skew matrix"
     block_sizes = EVEN_DIVISORS
-    rotary_inits = ("frequencies", "golden_gate", "uniform", "normal", "zeros", "axial")
+    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
     rope_theta = 10.0
 
     def __init__(self, config, num_axes: int):
@@ -350,7 +350,7 @@ class CirculantString(EncodingInBasis):
 
     description = "Circulant-STRING: learned rotations whose generators commute, being circulant"
     block_sizes = CIRCULANTS
-    rotary_inits = ("frequencies", "golden_gate", "uniform", "normal", "zeros")
+    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
     rope_theta = 10.0
     pretrained = "its blocks rotate the planes of a Fourier basis, not pairs of channels as RoPE does"
 

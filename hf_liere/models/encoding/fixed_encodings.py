@@ -74,6 +74,7 @@ class GoldenGate(Spectrum):
     """The frequencies of golden gate RoPE, see [`golden_gate_frequencies`]."""
 
     fields = GOLDEN_GATE_FIELDS
+    encodings = ("rope_mixed", "liere", "cayley_string", "circulant_string", "liere_product")
 
     @classmethod
     def frequencies(cls, config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
@@ -91,6 +92,7 @@ class Axial(Spectrum):
 
     fields = AXIAL_FIELDS
     rope_theta = 100.0
+    encodings = ("rope_mixed", "liere", "comrope_ap", "comrope_ld", "cayley_string", "liere_product")
 
     @classmethod
     def frequencies(cls, config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:

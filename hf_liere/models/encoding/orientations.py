@@ -19,6 +19,7 @@ class SO3(Start):
     # The default follows from the block size.
     fields = {"spins": None}
     takes_orientations = True
+    encodings = ("liere",)
 
     @classmethod
     def fill_in(cls, config) -> None:

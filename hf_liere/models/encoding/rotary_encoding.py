@@ -1,7 +1,7 @@
 """Rotary encodings: the rotations of every layer, and LieRE, whose generators are free."""
 
 from collections.abc import Iterable
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -177,9 +177,7 @@ class LieRE(RotaryEncoding):
     """
 
     description = "LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ"
-    rotary_inits: ClassVar[tuple[str, ...]] = (
-        *("uniform", "normal", "zeros", "frequencies", "golden_gate", "axial", "so3"),
-    )
+    rotary_inits = ("uniform", "normal", "zeros", "frequencies")
     rope_theta = 10.0
     coordinates = "train_grid"
     commutes = False

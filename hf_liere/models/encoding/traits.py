@@ -78,7 +78,7 @@ class MixedTraits(EncodingTraits):
 
     description = "RoPE-Mixed: rotations of planes by learned frequencies of all axes"
     block_sizes = PLANES
-    rotary_inits: ClassVar[tuple[str, ...]] = ("frequencies", "golden_gate", "uniform", "normal", "zeros", "axial")
+    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
     rope_theta = 10.0
     coordinates = "index"
     commutes = True
