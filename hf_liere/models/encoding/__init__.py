@@ -2,9 +2,9 @@
 Rotary encodings: which positions tokens have, and which rotations an encoding gives them.
 
 Files here import each other, `rotation` and `saved_code`. Start with `positions.py` and `rotary_encoding.py`, which has
-LieRE; `commuting_encodings.py`, `product_encodings.py` and `fixed_encodings.py` define the other encodings, and
-`rotary_fields.py` documents their fields. No other file imports these three, which offer their encodings by name, so
-that a checkpoint contains those that it needs.
+LieRE; `commuting_encodings.py` (ComRoPE), `string_encodings.py`, `spherical_rope.py` and `fixed_encodings.py` define
+the other encodings, and `rotary_fields.py` documents their fields. They offer encodings, starts and coordinates by
+name, and no other file imports them, so that a checkpoint contains those that it needs.
 """
 
 from . import (  # noqa: F401 (they offer)
@@ -12,6 +12,8 @@ from . import (  # noqa: F401 (they offer)
     fixed_encodings,
     folded_liere,
     orientations,
-    product_encodings,
+    physical_spacing,
     rounded_planes,
+    spherical_rope,
+    string_encodings,
 )

@@ -1,6 +1,5 @@
 """Encodings whose generators commute: rotations of planes in a basis that is the same for all positions."""
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -9,11 +8,11 @@ from transformers.utils.generic import maybe_autocast
 
 from ..fast.closed_forms import cos_sin
 from ..fast.dispatch import working_dtype
-from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew_from_planes
+from ..rotation.bases import eigenbasis, skew_from_planes
 from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
-from .kinds import CIRCULANTS, DIVISORS, DIVISORS_BY_AXIS, ENCODINGS, EVEN_DIVISORS, encoding_of
+from .kinds import DIVISORS, DIVISORS_BY_AXIS, ENCODINGS, encoding_of
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
 from .starts import start_of
@@ -283,110 +282,3 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         super().reset_parameters()
         if not start_of(self.config).has_planes:
             init.normal_(self.multipliers)
-
-
-@ENCODINGS.offer("cayley_string")
-class CayleyString(EncodingInBasis):
-    """
-    Cayley-STRING (Schenck et al., "Learning the RoPEs", arXiv 2502.02562): R(p) = P RoPE-Mixed(p) Pᵀ with P =
-    (I − S)(I + S)⁻¹ for a learned skew-symmetric S, which starts at zero, so that P starts at the identity. Each block
-    has its S; in the paper, and by default, a block is a whole head.
-
-    The paper rotates by RoPE(p) P (its §3.2, eq. 10), because the first factor of eq. 9, P RoPE(p) Pᵀ, cancels in the
-    scores. They are ours with −S for S. It learns S and the frequencies as we do, and counts d/2 frequencies for each
-    head of d channels; here each plane has one for every axis, so that every commuting encoding can be represented
-    (Theorem 3.4). Its body does not state the values that training starts from; our frequencies start as RoPE-Mixed's.
-
-    Attributes:
-        generators: (A, layers or 1, heads or 1, head_dim/2, 1), the frequencies, as those of RoPE-Mixed.
-        skew: (layers or 1, heads or 1, blocks, b(b−1)/2), free entries of each S.
-
-        ViT-B, 2-D, has 9,216 frequencies and, for b = head_dim = 64, 290,304 entries of S.
-    """
-
-    description = "Cayley-STRING: RoPE-Mixed in a learned orthogonal basis, the Cayley map of a skew matrix"
-    block_sizes = EVEN_DIVISORS
-    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
-    rope_theta = 10.0
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_planes, 1)
-        self.skew = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
-
-    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
-        return self.generators[:, layers], self.skew[..., layers, :, :, :]
-
-    def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = working_dtype(device)
-        # (A, layers, heads, blocks, b/2)
-        frequencies = self.generators[:, layers].to(dtype).squeeze(-1).unflatten(-1, (self.num_blocks, -1))
-        return cayley_map(skew(self.skew[..., layers, :, :, :].to(dtype), self.block_size)), frequencies
-
-    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"generators": frequencies.unsqueeze(-1), "skew": torch.zeros(self.skew.shape)}
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        init.zeros_(self.skew)
-
-
-@ENCODINGS.offer("circulant_string")
-class CirculantString(EncodingInBasis):
-    """
-    Circulant-STRING (arXiv 2502.02562, eq. 11): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant
-    matrices commute and share the discrete Fourier basis, so that nothing is diagonalised: with s_k = c_k − c_(b−k),
-    [A]_ij = s_((j−i) mod b), plane m of cosines and sines rotates with the frequency μ_m = 2 Σ_k s_k sin(2πmk/b), k and
-    m = 1 … ⌊(b−1)/2⌋.
-
-    Only the s_k act, so only they are stored. The constant vector and, for even b, the alternating one are not rotated.
-    In the paper a block is a whole head, `block_size=head_dim`; the default is ours. Its body does not state the values
-    that training starts from: here the μ start with RoPE-Mixed's spectrum.
-
-    Attributes:
-        generators: (A, layers or 1, heads or 1, blocks, ⌊(b−1)/2⌋), the s_k; ViT-B, 2-D, b = 16: 8,064 numbers.
-    """
-
-    description = "Circulant-STRING: learned rotations whose generators commute, being circulant"
-    block_sizes = CIRCULANTS
-    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
-    rope_theta = 10.0
-    pretrained = "its blocks rotate the planes of a Fourier basis, not pairs of channels as RoPE does"
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        shape = (num_axes, self.layers, self.heads, self.num_blocks, (self.block_size - 1) // 2)
-        self.generators = self.new_parameter(*shape)
-
-    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
-        return (self.generators[:, layers],)
-
-    @property
-    def num_planes(self) -> int:
-        return self.num_blocks * ((self.block_size - 1) // 2)
-
-    def sines(self, device: torch.device) -> torch.Tensor:
-        """The symmetric (⌊(b−1)/2⌋, ⌊(b−1)/2⌋) matrix of 2 sin(2πmk/b), whose square is b."""
-        index = torch.arange(1, (self.block_size + 1) // 2, device=device)
-        # Exact integers lose whole revolutions without rounding.
-        products = torch.outer(index, index) % self.block_size  # (⌊(b−1)/2⌋, ⌊(b−1)/2⌋)
-        return 2 * (2 * math.pi / self.block_size * products.to(working_dtype(device))).sin()
-
-    def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
-        sines = self.sines(device)
-        frequencies = self.generators[:, layers].to(sines.dtype) @ sines
-        # For even b, the constant and the alternating vector span the last plane. (A, layers, heads, blocks, ⌊b/2⌋)
-        frequencies = torch.nn.functional.pad(frequencies, (0, self.block_size // 2 - frequencies.shape[-1]))
-        basis = fourier_basis(self.block_size, device).expand(*frequencies.shape[1:4], -1, -1)  # (…, b, b)
-        return basis, frequencies
-
-    def plane_basis(self, device: torch.device) -> torch.Tensor:
-        """As [`RotaryEncoding.plane_basis`]: the Fourier basis."""
-        return fourier_basis(self.block_size, device)
-
-    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.parameters_for_planes`], for the planes of the Fourier basis."""
-        sines = self.sines(frequencies.device)
-        by_block = frequencies.unflatten(-1, (self.num_blocks, -1)).to(sines.dtype)  # (A, …, blocks, ⌊(b−1)/2⌋)
-        return {"generators": by_block @ sines / self.block_size}

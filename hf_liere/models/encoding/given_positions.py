@@ -6,6 +6,7 @@ import torch
 from transformers.utils import logging
 
 from ..fast.dispatch import values_are_unknown, working_dtype
+from .kinds import needs_spacing
 from .positions import TokenPositions
 from .starts import start_of
 
@@ -96,6 +97,20 @@ def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Ten
         visible = visible.any(dim=0)  # (N,)
     visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)  # (…, N)
     return values.masked_fill(~visible.unsqueeze(-1), 0)  # (…, N, C)
+
+
+def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tensor | None, positions) -> None:
+    """Raises `ValueError` for a spacing or times that would have no effect."""
+    for name, value in (("spacing", spacing), ("frame_times", frame_times)):
+        if value is None:
+            continue
+        if not needs_spacing(config):
+            raise ValueError(
+                f"{name} was given, but coordinates={config.coordinates!r} do not depend on it: accepted with "
+                "coordinates='physical'."
+            )
+        if positions is not None:
+            raise ValueError(f"{name} and positions were both given; positions alone place the patches.")
 
 
 def require_tensors(**given: object) -> None:

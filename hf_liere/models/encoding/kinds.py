@@ -96,15 +96,20 @@ class Convention:
         is_proportional: Whether coordinates are multiples of the index, or of its distance from the middle.
         centre: Coordinate of the centre of any input (of its columns, in `unit_width`); `None` if it depends on the
             size.
-        needs_spacing: Whether patches have the extents of [`physical_spacing.physical_extents`]; `place` is then that
-            of an input with an extent of one unit.
+        extents: What computes the extents of patches from the spacing of an input, such as
+            [`physical_spacing.physical_extents`]; `place` is then that of an input with an extent of one unit.
     """
 
     description: str
     place: Callable
     is_proportional: bool = False
     centre: float | None = None
-    needs_spacing: bool = False
+    extents: Callable | None = None
+
+    @property
+    def needs_spacing(self) -> bool:
+        """Whether coordinates follow from the spacing of an input, not from its grid alone."""
+        return self.extents is not None
 
 
 def convention_of(config) -> Convention | None:

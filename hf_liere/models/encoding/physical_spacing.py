@@ -3,8 +3,8 @@
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
-from .kinds import needs_spacing
-from .positions import patch_indices
+from .kinds import CONVENTIONS, Convention
+from .positions import in_unit, patch_indices
 
 
 def physical_extents(
@@ -51,20 +51,6 @@ def physical_extents(
     return spacing * patch_shape / units, torch.nn.functional.pad(displaced.unsqueeze(-1), (0, len(grid) - 1))
 
 
-def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tensor | None, positions) -> None:
-    """Raises `ValueError` for a spacing or times that would have no effect."""
-    for name, value in (("spacing", spacing), ("frame_times", frame_times)):
-        if value is None:
-            continue
-        if not needs_spacing(config):
-            raise ValueError(
-                f"{name} was given, but coordinates={config.coordinates!r} do not depend on it: accepted with "
-                "coordinates='physical'."
-            )
-        if positions is not None:
-            raise ValueError(f"{name} and positions were both given; positions alone place the patches.")
-
-
 def _check_spacing(spacing, has_times: bool, batch_size: int, axes: int, device: torch.device) -> torch.Tensor:
     meaning = "one extent of a pixel (voxel, frame) per axis"
     if has_times:
@@ -104,3 +90,8 @@ def _check_rows(name: str, given, batch_size: int, length: int, meaning: str, de
             f"{name} of shape {tuple(values.shape)} must be ({length},) or ({batch_size}, {length}): {meaning}."
         )
     return values
+
+
+CONVENTIONS["physical"] = Convention(
+    "lengths about the centre of the input, in physical_unit", in_unit, centre=0.5, extents=physical_extents
+)

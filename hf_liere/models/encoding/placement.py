@@ -7,7 +7,6 @@ import torch
 from ..fast.dispatch import working_dtype
 from .displacements import draw_displacements
 from .kinds import CONVENTIONS
-from .physical_spacing import physical_extents
 from .positions import TokenPositions, patch_indices
 
 
@@ -39,7 +38,7 @@ def place_patches(
     Args:
         config: A [`LieREPixelConfig`].
         offsets: (…, N, A) displacements of patches in patch extents.
-        extents: (A,) or (B, A) extents e of a patch, where `coordinates` need spacing, see [`physical_extents`]. The
+        extents: (A,) or (B, A) extents e of a patch, where `coordinates` need spacing, see [`Convention`]. The
             patch with index i on an axis of n patches is at ½ + (i + ½ − n/2)·e: the centre of the input is at ½, and
             an input with an extent of 1 has `unit` coordinates.
     """
@@ -76,9 +75,9 @@ def place_input(
     """
     extents = offsets = displaced = None
     convention = CONVENTIONS.get(config.coordinates)
-    if needs_positions and convention is not None and convention.needs_spacing:
+    if needs_positions and convention is not None and convention.extents is not None:
         # (A,) or (1 or B, A), (1 or B, N, A)
-        extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device)
+        extents, displaced = convention.extents(config, grid, batch_size, spacing, frame_times, device)
     if training:
         # (N, A), (…, N, A)
         offsets, displaced = draw_displacements(config, grid, displaced, device, working_dtype(device))

@@ -18,7 +18,7 @@ def _on_train_grid(i, n, n0, w) -> Any:
     return i * (n / n0 / _at_least_one(n - 1))
 
 
-def _in_unit(i, n, n0, w) -> Any:
+def in_unit(i, n, n0, w) -> Any:
     return (i + 0.5) / n
 
 
@@ -31,9 +31,8 @@ CONVENTIONS["train_index"] = Convention("indices scaled to the trained grid", la
 CONVENTIONS["fixed_grid"] = Convention(
     "0 … 1 from the first to the last patch of any grid", lambda i, n, n0, w: i * (1 / _at_least_one(n - 1)), True, 0.5
 )
-CONVENTIONS["unit"] = Convention("0 … 1 over any grid", _in_unit, False, 0.5)
+CONVENTIONS["unit"] = Convention("0 … 1 over any grid", in_unit, False, 0.5)
 CONVENTIONS["unit_width"] = Convention("0 … 1 over the width of a grid", lambda i, n, n0, w: (i + 0.5) / w, False, 0.5)
-CONVENTIONS["physical"] = Convention("lengths about the input's centre, in physical_unit", _in_unit, False, 0.5, True)
 
 
 class TokenPositions:
@@ -77,7 +76,7 @@ class TokenPositions:
         Raises:
             ValueError: for any other `coordinates`; for those of a spacing call [`place_patches`].
         """
-        if CONVENTIONS[coordinates].needs_spacing:
+        if CONVENTIONS[coordinates].extents is not None:
             raise ValueError(
                 f"coordinates={coordinates!r} follow from the spacing of an input, not from its grid alone."
             )

@@ -155,7 +155,11 @@ class RotaryFields:
         if encoding_of(self) is None:
             return []
         encoding, convention = ENCODINGS[self.position_encoding], convention_of(self)
-        return [*encoding.parts(self), start_of(self), *([convention.place] if convention else [])]
+        return [
+            *encoding.parts(self),
+            start_of(self),
+            *([convention.extents or convention.place] if convention else []),
+        ]
 
 
 # Fields of some encodings or starts.

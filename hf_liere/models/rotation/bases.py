@@ -5,7 +5,6 @@ import math
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from ..fast.dispatch import working_dtype
 from .exponential import skew
 
 
@@ -17,28 +16,6 @@ def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Te
     first, second = basis[..., 0:planes:2], basis[..., 1:planes:2]
     product = (second * frequencies.unsqueeze(-2)) @ first.transpose(-1, -2)
     return product - product.transpose(-1, -2)
-
-
-def cayley_map(matrices: torch.Tensor) -> torch.Tensor:
-    """(I − S)(I + S)⁻¹ of skew-symmetric (…, b, b) S: orthogonal, without the eigenvalue −1; exactly I for zeros."""
-    identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    # Both factors commute.
-    return torch.linalg.solve(identity + matrices, identity - matrices)
-
-
-def fourier_basis(size: int, device: torch.device) -> torch.Tensor:
-    """
-    (b, b) real orthogonal basis, in the working type, in which circulant skew-symmetric matrices rotate planes:
-    columns sin and cos of 2πmi/b for m = 1 … ⌊(b−1)/2⌋, then for even b the alternating, and last the constant vector.
-    """
-    dtype = working_dtype(device)
-    place, wave = torch.arange(size, device=device), torch.arange(1, (size + 1) // 2, device=device)
-    # Whole revolutions are taken out of exact integers.
-    angles = 2 * math.pi / size * (torch.outer(place, wave) % size).to(dtype)
-    columns = [math.sqrt(2) * torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)]
-    if size % 2 == 0:
-        columns.append((1 - 2 * (place % 2)).to(dtype).unsqueeze(-1))
-    return torch.cat([*columns, torch.ones(size, 1, dtype=dtype, device=device)], dim=1) / math.sqrt(size)
 
 
 @torch.no_grad()

@@ -23,9 +23,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..encoding.batch_placement import place_batch
 from ..encoding.folding import build_rotary_encoding
-from ..encoding.given_positions import place_given, zero_hidden
+from ..encoding.given_positions import place_given, refuse_spacing, zero_hidden
 from ..encoding.grouped_positions import GroupedPositions, pad_rows
-from ..encoding.physical_spacing import refuse_spacing
 from ..encoding.placement import place_input, place_patches
 from ..encoding.positions import TokenPositions
 from ..fast.dispatch import product_dtype

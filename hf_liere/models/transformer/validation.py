@@ -2,7 +2,7 @@
 
 from transformers.activations import ACT2FN
 
-from ..encoding.kinds import CONVENTIONS, ENCODINGS, encoding_of, needs_spacing
+from ..encoding.kinds import ENCODINGS, encoding_of, needs_spacing
 from ..encoding.rotary_fields import (
     AT_LEAST_ONE,
     FACTORS,
@@ -94,8 +94,7 @@ def check_pixels(config) -> None:
     refuse_unused(config, {"position_perturbation": 0.0}, moves, "any position_encoding but 'none'")
     refuse_unused(config, TRAINING_ONLY, config.folded_grids is None, "folded_grids=None, in training")
     is_physical = needs_spacing(config)
-    physical = " or ".join(repr(name) for name, convention in CONVENTIONS.items() if convention.needs_spacing)
-    refuse_unused(config, {"physical_unit": None}, is_physical, f"coordinates={physical}")
+    refuse_unused(config, {"physical_unit": None}, is_physical, "coordinates='physical'")
     if config.position_table_resize == "antialias" and axes != 2:
         raise ValueError(
             "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."

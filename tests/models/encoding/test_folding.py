@@ -87,8 +87,8 @@ def test_bases_fold_into_the_weights_and_leave_cosines(tiny, monkeypatch, encodi
     folded = model_of(tiny, encoding, {"block_size": block_size(encoding)}).fold_rotations()
     assert folded.config.folded_grids == []
     monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.layer_block_rotations", None)
-    for name in ("eigenbasis", "cayley_map", "fourier_basis"):
-        monkeypatch.setattr(f"hf_liere.models.encoding.commuting_encodings.{name}", None)
+    for name in ("commuting_encodings.eigenbasis", "string_encodings.cayley_map", "string_encodings.fourier_basis"):
+        monkeypatch.setattr(f"hf_liere.models.encoding.{name}", None)
     assert torch.isfinite(folded(torch.randn(1, 3, 8, 24)).logits).all()
 
 

@@ -12,6 +12,7 @@ from rotating import rotate, rotate_query_key
 import hf_liere
 import hf_liere.models.encoding.commuting_encodings
 import hf_liere.models.encoding.rotary_encoding
+import hf_liere.models.encoding.string_encodings
 from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
@@ -278,7 +279,7 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
     [
         ("liere", hf_liere.models.encoding.rotary_encoding, "layer_block_rotations"),
         ("comrope_ld", hf_liere.models.encoding.commuting_encodings, "eigenbasis"),
-        ("cayley_string", hf_liere.models.encoding.commuting_encodings, "cayley_map"),
+        ("cayley_string", hf_liere.models.encoding.string_encodings, "cayley_map"),
     ],
 )
 def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, module, computes, monkeypatch):

@@ -1,85 +1,15 @@
-"""Encodings whose rotations are products of exponentials, one for each axis."""
+"""Spherical RoPE: products of rotations of three channels, one for each axis."""
 
 from collections.abc import Iterable
 
 import torch
 from transformers import initialization as init
-from transformers.utils.generic import maybe_autocast
 
 from ..rotation.grouped_rotation import Rotation
-from ..rotation.rotation import BlockRotation, PlaneRotation
-from .commuting_encodings import CayleyString
+from ..rotation.rotation import BlockRotation
 from .kinds import ENCODINGS, TRIPLES
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
-
-
-PRODUCT_FIELDS = {"relative_axis": 0}
-
-
-@ENCODINGS.offer("liere_product")
-class LieREProduct(CayleyString):
-    """
-    R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ: Cayley-STRING for every axis alone, each with a learned basis U_a. Rotations of
-    different axes do not commute and mix all channels of a block, without an exponential for each token: R(p)ᵀR(q)
-    depends on q₀ − p₀ alone in the first coordinate, and on both positions in the others; `relative_axis` chooses the
-    axis that comes first. We know no published form; [`SphericalRoPE`] is a case of it, with one plane in blocks of
-    three channels and fixed bases.
-
-    In attention the basis of the first factor cancels next to its neighbour, that of the last factor acts on queries
-    and keys first and folds into their weights, and the A − 1 products U_(a+1)ᵀU_a between them are one matrix for each
-    head, see [`PlaneRotation`].
-
-    The bases are Cayley maps, so that any values of their parameters are orthogonal: one linear system for each basis
-    and step, where an exponential takes about ten products. They are exactly I at zero, where the encoding is
-    RoPE-Mixed or, with planes that serve one axis each, Axial RoPE. They lack the eigenvalue −1, and the same planes
-    have other bases without it.
-
-    Attributes:
-        generators: (A, layers or 1, heads or 1, head_dim/2, 1), the ω, as those of RoPE-Mixed.
-        skew: (A, layers or 1, heads or 1, blocks, b(b−1)/2), free entries of each S with U = (I − S)(I + S)⁻¹.
-
-        ViT-B, 2-D, has 9,216 frequencies and, for b = head_dim = 64, 580,608 entries of S.
-    """
-
-    description = "LieRE product: R(p) = Π Uₐ rot(pₐ ωₐ) Uₐᵀ, planes of each axis in a learned basis"
-    commutes = False
-    product = True
-    fields = PRODUCT_FIELDS
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        self.skew = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
-
-    def layer_rotations(
-        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
-    ) -> Iterable[Rotation]:
-        placed = positions.locate()
-        device = placed.coordinates.device
-        with maybe_autocast(device.type, enabled=False):
-            bases, frequencies = self.spectrum(device, layers)
-            bases = self.to_factors(bases)
-            planes = self.axis_planes(placed, frequencies.flatten(3))  # (1 or B, heads, N, A · planes, 2) per layer
-            last, inner = bases[-1].to(self.rotation_dtype), inner_bases(bases).to(self.rotation_dtype)
-            of_layers = zip(planes, last, inner.unbind(1))
-            rotations = [PlaneRotation(cos_sin, basis, inner=between) for cos_sin, basis, between in of_layers]
-        return self.repeat_for_layers(rotations)
-
-    def bases(self) -> list[torch.Tensor]:
-        """The last basis of every layer, which acts first, (1 or H, blocks, b, b) each."""
-        bases, _ = self.spectrum(self.generators.device)
-        return self.repeat_for_layers(list(self.to_factors(bases)[-1]))
-
-    def folded_parameters(self) -> dict[str, torch.Tensor]:
-        if self.num_axes == 1:
-            return super().folded_parameters()
-        bases, _ = self.spectrum(self.generators.device)
-        return super().folded_parameters() | {"inner": inner_bases(self.to_factors(bases))}
-
-
-def inner_bases(bases: torch.Tensor) -> torch.Tensor:
-    """U_(a+1)ᵀU_a of (A, …, b, b) bases in the order of the factors: (A − 1, …, b, b)."""
-    return bases[1:].transpose(-1, -2) @ bases[:-1]
 
 
 @ENCODINGS.offer("spherical_rope")
@@ -109,7 +39,7 @@ class SphericalRoPE(RotaryEncoding):
     product = True
     only_axes = 2
     pretrained = "it rotates three channels, not pairs of channels as RoPE does"
-    fields = PRODUCT_FIELDS
+    fields = {"relative_axis": 0}
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
