@@ -44,33 +44,23 @@ def find_common_planes(generators: torch.Tensor) -> CommonPlanes:
     Args:
         generators: (A, …, b, b) skew-symmetric matrices in the working type. For b = 2 the basis is the identity.
     """
+    axes, size = len(generators), generators.shape[-1]
     norms = generators.flatten(-2).norm(dim=-1)  # (A, …)
-    candidates = []
-    for draw in range(1 if generators.shape[-1] == 2 else 3):
-        # Planes that differ have different frequencies in almost every combination of the axes; the best of three.
-        weights = [math.cos(1 + draw + 2 * axis) for axis in range(len(generators))]
-        scales = norms.new_tensor(weights).view(-1, *[1] * (norms.ndim - 1)) / norms.where(norms > 0, 1)
-        candidates.append(_find_planes(generators, (scales[..., None, None] * generators).sum(0), norms))
-    found, *others = candidates
-    for other in others:
-        better = other.error < found.error
-        found = CommonPlanes(
-            other.basis.where(better[..., None, None], found.basis),
-            other.frequencies.where(better[..., None], found.frequencies),
-            other.error.where(better, found.error),
-        )
-    return found
-
-
-def _find_planes(generators: torch.Tensor, combination: torch.Tensor, norms: torch.Tensor) -> CommonPlanes:
-    """The planes of one combination of the generators, and how well they are those of all."""
-    size = generators.shape[-1]
-    basis = torch.eye(size).expand_as(combination).to(combination) if size == 2 else eigenbasis(combination)
-    in_basis = basis.transpose(-1, -2) @ generators @ basis
+    # Planes that differ have different frequencies in almost every combination of the axes; the best of three.
+    draws = range(1 if size == 2 else 3)
+    weights = generators.new_tensor([[math.cos(1 + draw + 2 * axis) for axis in range(axes)] for draw in draws])
+    directions = generators / norms.where(norms > 0, 1)[..., None, None]
+    combinations = torch.tensordot(weights, directions, dims=1)  # (draws, …, b, b)
+    bases = torch.eye(size).to(combinations).expand_as(combinations) if size == 2 else eigenbasis(combinations)
+    rest = bases.mT @ generators[:, None] @ bases  # (A, draws, …, b, b)
     planes = torch.arange(0, size - 1, 2, device=generators.device)
-    frequencies = in_basis[..., planes + 1, planes]
-    rest = in_basis.clone()
+    frequencies = rest[..., planes + 1, planes]
     rest[..., planes + 1, planes] = rest[..., planes, planes + 1] = 0
     largest = norms.amax(0)
-    error = rest.flatten(-2).norm(dim=-1).amax(0) / largest.where(largest > 0, 1)
-    return CommonPlanes(basis, frequencies, error)
+    errors = rest.flatten(-2).norm(dim=-1).amax(0) / largest.where(largest > 0, 1)  # (draws, …)
+    best = errors.argmin(0, keepdim=True)
+    return CommonPlanes(
+        bases.take_along_dim(best[..., None, None], 0).squeeze(0),
+        frequencies.take_along_dim(best[None, ..., None], 1).squeeze(1),
+        errors.amin(0),
+    )

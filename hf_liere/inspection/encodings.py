@@ -5,12 +5,12 @@ If layers or heads share generators, "layers" or "heads" is 1 in the shapes belo
 """
 
 import copy
-import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm.auto import tqdm
@@ -22,9 +22,7 @@ from ..models.encoding.kinds import encoding_of, needs_spacing
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.encoding.starts import start_of
-from ..models.fast.closed_forms import plane_rotations
-from ..models.rotation.exponential import block_rotations, skew
-from ..models.rotation.rotation import PlaneRotation
+from ..models.rotation.exponential import skew
 from ..plain.lie_rotary import rotations
 from .common_planes import find_common_planes, generator_matrices
 
@@ -203,29 +201,6 @@ def step_sizes(encoding: RotaryEncoding) -> torch.Tensor:
     return torch.tensor(steps, dtype=torch.float64) * (grid > 1)
 
 
-def rotation_matrices(
-    matrices: torch.Tensor, positions: torch.Tensor, relative_axis: int | None = None
-) -> torch.Tensor:
-    """
-    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), or Π_a exp(p_a A_a) with the `relative_axis` of a product.
-
-    Args:
-        matrices: (A, …, blocks, b, b) generators in float64.
-        positions: (P, A) in float64.
-        relative_axis: The axis of the first factor, which those after it and then those before it follow.
-
-    Returns:
-        (…, blocks, P, b, b) in float64.
-    """
-    if relative_axis is not None:
-        axes = zip(matrices.roll(-relative_axis, 0).split(1), positions.roll(-relative_axis, -1).split(1, dim=-1))
-        return functools.reduce(torch.matmul, (rotation_matrices(*axis) for axis in axes))
-    if matrices.shape[-1] > 2:
-        return block_rotations(positions, matrices, torch.float64)
-    cos_sin = plane_rotations(positions, matrices[..., 1, 0].flatten(1), torch.float64)  # (planes, P, 2)
-    return PlaneRotation(cos_sin).matrices().unflatten(0, matrices.shape[1:-2])
-
-
 def commutators(matrices: torch.Tensor) -> Commutators:
     """Norms for generators (A, layers, heads, blocks, b, b), over all blocks of a head."""
     axes = tuple(itertools.combinations(range(len(matrices)), 2))
@@ -263,9 +238,8 @@ def relativity_error(
     mean = largest.clone()
 
     def between(generators: torch.Tensor, offset: torch.Tensor | float) -> torch.Tensor:
-        """R(p + c)ᵀR(q + c) of every pair."""
-        moved = (points + offset * steps for points in patches[chosen])
-        first, second = (rotation_matrices(generators, points, relative_axis) for points in moved)
+        """R(p + c)ᵀR(q + c) of every pair, (pairs, heads, blocks, b, b)."""
+        first, second = rotations(generators, patches[chosen] + offset * steps, relative_axis)
         return first.mT @ second
 
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
@@ -275,8 +249,8 @@ def relativity_error(
                 difference = between(generators, offset) - unmoved
                 # The Gram matrix gives the largest singular value faster than an SVD and with sufficient accuracy.
                 squares = torch.linalg.eigvalsh(difference.mT @ difference)[..., -1]
-                errors = squares.clamp(min=0).sqrt().flatten(1)
-                largest[index, layer], mean[index, layer] = errors.amax(1), errors.mean(1)
+                errors = squares.clamp(min=0).sqrt()
+                largest[index, layer], mean[index, layer] = errors.amax((0, 2)), errors.mean((0, 2))
                 bar.update()
     return RelativityError(offsets, largest, mean)
 
@@ -359,11 +333,11 @@ def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     frequencies = nn.functional.pad(frequencies, (0, encoding.config.head_dim // 2 - frequencies.shape[-1]))
     first = (frequencies.abs() > COMMUTING * frequencies.norm(dim=0)).int().argmax(dim=0, keepdim=True)
     frequencies = frequencies * frequencies.gather(0, first).sign()
-    frequencies = _sort_planes(frequencies[0], frequencies)
     # Axial encodings have planes of equal magnitude, whose order must not depend on rounding.
     magnitudes = frequencies.norm(dim=0)
     rounding = 10 * COMMUTING * magnitudes.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    frequencies = _sort_planes((magnitudes / rounding).round(), frequencies)
+    order = torch.from_numpy(np.lexsort((-frequencies[0], -(magnitudes / rounding).round())))
+    frequencies = frequencies.gather(-1, order.expand_as(frequencies))
     return Frequencies(frequencies, frequencies * step_sizes(encoding).view(-1, 1, 1, 1))
 
 
@@ -379,12 +353,6 @@ def representation_error(encoding: RotaryEncoding) -> torch.Tensor | None:
     first, second, third = (generator_matrices(encoding).roll(-axis, dims=0) for axis in range(3))
     difference = (_commutator(first, second) - third).flatten(-2).norm(dim=-1)  # (3, layers, heads, blocks)
     return (difference / third.flatten(-2).norm(dim=-1)).nan_to_num(0.0, posinf=torch.inf).amax((0, -1))
-
-
-def _sort_planes(keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Sort the planes of frequencies (A, layers, heads, planes) by keys (layers, heads, planes), the largest first."""
-    order = keys.argsort(dim=-1, descending=True, stable=True)
-    return frequencies.gather(-1, order.expand_as(frequencies))
 
 
 def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> EncodingAnalysis:

@@ -32,9 +32,9 @@ from hf_liere.inspection.encodings import (
     learned_frequencies,
     relativity_error,
     rotary_encoding,
-    rotation_matrices,
 )
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.plain.lie_rotary import rotations
 
 
 @pytest.fixture
@@ -141,7 +141,8 @@ def test_rotations_are_those_of_attention(classifier):
     for fields in (*map(encoding_fields, ENCODINGS), *chosen):
         model = perturb(classifier(**fields)).liere
         positions = model.grid_positions((4, 4), torch.device("cpu")).coordinates[1:]
-        ours = rotation_matrices(generator_matrices(model.rotary_encoding), positions, model.config.relative_axis)
+        generators = generator_matrices(model.rotary_encoding)
+        ours = rotations(generators, positions.double(), model.config.relative_axis).movedim(0, -3)
         for layer, rotation in enumerate(model.rotary_encoding(TokenPositions.from_coordinates(positions))):
             rotation = rotation.matrices()[0].transpose(1, 2).double()
             # The model rounds to float32.
