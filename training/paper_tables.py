@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig, LieREViTConfig, LieREViTForImageClassification
-from hf_liere.inspection.costs import NORM_OPERATIONS, count_cost, count_forward
+from hf_liere.inspection.costs import count_cost, count_forward
 from hf_liere.models.encoding.folding import build_rotary_encoding
 from hf_liere.models.rotation.exponential import skew
 from training.reporting.markdown import markdown
@@ -113,13 +113,13 @@ def blank_image(model: LieREViTForImageClassification) -> torch.Tensor:
 def convention(size: str, encoding: str) -> float:
     """GFLOPs of a cell of Table 8, see `NOTES_8`."""
     model = meta_model(**CIFAR, **SIZES[size], position_encoding="absolute")
-    products, elements = count_forward(model, blank_image(model))
+    operations = count_forward(model, blank_image(model))
     config = LieREViTConfig(**CIFAR, **SIZES[size], **ENCODINGS[encoding])
     tokens = config.num_prefix_tokens + config.train_grid[0] * config.train_grid[1]
     channels = config.num_attention_heads * config.head_dim
     layers = 1 if encoding == "VisionLLaMA" else config.num_hidden_layers
     rotated = 2 * layers * tokens * channels * (config.block_size or 0)
-    return (products + NORM_OPERATIONS * elements + rotated) / 1e9
+    return (operations + rotated) / 1e9
 
 
 def measure_depth(fields: dict, depth: int) -> tuple[int, int]:
@@ -174,9 +174,9 @@ def stated_sizes() -> dict[str, float]:
         "base": model("Base"),
         "wide": model("Base", intermediate_size=3096),
     }
-    products, elements = count_forward(sizes["wide"], blank_image(sizes["wide"]))
+    operations = count_forward(sizes["wide"], blank_image(sizes["wide"]))
     millions = {name: model.num_parameters() / 1e6 for name, model in sizes.items()}
-    return millions | {"wide_flops": (products + NORM_OPERATIONS * elements) / 1e9}
+    return millions | {"wide_flops": operations / 1e9}
 
 
 def table_10() -> list[list[str]]:

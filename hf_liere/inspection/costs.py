@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -53,16 +54,17 @@ class Cost:
         self.operation_share = (self.rotation_operations + self.rotating_operations) / self.operations
 
 
-def count_products(run: Callable[[], object]) -> int:
+def count_operations(run: Callable[[], object]) -> int:
     """
-    Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes. Operators of this
-    package count as the equivalent plain operations.
+    Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes, and the operations
+    of layer norms. Operators of this package count as the equivalent plain operations.
     """
     for operator, function in plain_functions.items():
         if operator not in flop_registry:
             register_flop_formula(operator, get_raw=True)(functools.partial(_plain_flops, function))
+    norms = {torch.ops.aten.native_layer_norm: lambda shape, *_, **__: 2 * NORM_OPERATIONS * math.prod(shape)}
     # The counted fused kernels depend on the torch release; all releases count matrix products.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=norms) as counter:
         # Remove the counter's hooks, which attribute products to modules: LieREAttention changes the basis of weights
         # only in modules without hooks, and the hooks fail for views of parameters created without gradients.
         counter.mod_tracker.__exit__()
@@ -77,21 +79,15 @@ def _plain_flops(function: Callable, *arguments: Any, out_val: Any = None) -> in
     return counter.get_total_flops()
 
 
-def count_forward(model: nn.Module, pixels: torch.Tensor, **options: Any) -> tuple[int, int]:
+def count_forward(model: nn.Module, pixels: torch.Tensor, **options: Any) -> int:
     """
-    Multiply-accumulates of a forward pass on `pixels` with any attention implementation, and the number of elements
-    that layer norms process. `options` are further arguments of the model.
+    [`count_operations`] of a forward pass on `pixels` with any attention implementation, without applying rotations of
+    planes. `options` are further arguments of the model.
     """
-    elements = []
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                hook = module.register_forward_hook(lambda module, inputs, output: elements.append(output.numel()))
-                stack.enter_context(hook)
         for tower in find_towers(model):
             stack.enter_context(eager_attention(tower))
-        products = count_products(lambda: model(pixels, **options))
-    return products, sum(elements)
+        return count_operations(lambda: model(pixels, **options))
 
 
 def count_cost(model: nn.Module, pixels: torch.Tensor, **options: Any) -> Cost:
@@ -114,24 +110,23 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options: Any) -> Cost:
             stack.enter_context(encoding.register_forward_pre_hook(lambda _, positions: calls.append(positions)))
             # Rotations cached by an earlier pass would not be counted.
             encoding.cache.clear()
-        products, elements = count_forward(model, pixels, **options)
-    plain_products = products
+        operations = plain = count_forward(model, pixels, **options)
     if encoding is not None and calls:
         encoding.cache.clear()
         learned = sum(parameter.numel() for parameter in encoding.parameters())
-        making = count_products(lambda: rotations.extend(encoding(*calls[0])))
+        making = count_operations(lambda: rotations.extend(encoding(*calls[0])))
         # Rotating planes does not use matrix products: count 2 multiply-accumulates per channel of each state.
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
         states = 4 if getattr(encoding.config, "rotate_values", False) else 2
         rotating = planes * encoding.config.num_attention_heads * states * 2 * 2
-        plain_products, _ = count_forward(_remove_rotations(model), pixels, **options)
+        plain = count_forward(_remove_rotations(model), pixels, **options)
     return Cost(
         parameters=parameters,
         encoding_parameters=learned,
         table_parameters=table_parameters,
-        operations=products + rotating + NORM_OPERATIONS * elements,
+        operations=operations + rotating,
         rotation_operations=making,
-        rotating_operations=products - plain_products - making + rotating,
+        rotating_operations=operations - plain - making + rotating,
     )
 
 
