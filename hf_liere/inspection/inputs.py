@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
@@ -24,6 +25,24 @@ TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ar
 
 class InspectionError(InputError):
     """The inspection is not possible; the message says what is accepted."""
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Raises errors of decoders, which have many types for broken files, as [`InspectionError`] that names the file."""
+    try:
+        yield
+    except (InspectionError, MissingLibraryError):
+        raise
+    except UnreadableError as error:
+        raise InspectionError(str(error) if name in str(error) else f"{name}: {error}") from error
+    except Exception as error:
+        raise InspectionError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def spaced_indices(count: int, wanted: int) -> np.ndarray:
+    """`wanted` evenly spaced indices below `count`, including the first and the last."""
+    return np.linspace(0, count - 1, wanted).round().astype(int)
 
 
 @dataclass
@@ -66,27 +85,27 @@ class Preparation:
     def for_tower(cls, tower: Tower, processor: Any) -> "Preparation":
         """The constants of a processor; without one, pixels from −1 to 1, as for ViT."""
         config = tower.module.config
-        num_channels = getattr(config, "num_channels", 3)
-        num_frames = config.num_frames if len(tower.train_grid) == 3 else None
+        sizes = getattr(config, "num_channels", 3), config.num_frames if len(tower.train_grid) == 3 else None
         if processor is None:
-            return cls(num_channels, num_frames)
+            return cls(*sizes)
         normalizes = processor.do_normalize and processor.image_mean is not None
-        return cls(
-            num_channels,
-            num_frames,
-            processor.rescale_factor if processor.do_rescale else 1.0,
-            processor.image_mean if normalizes else (0.0,),
-            processor.image_std if normalizes else (1.0,),
-            processor.resample,
-        )
+        mean, std = (processor.image_mean, processor.image_std) if normalizes else ((0.0,), (1.0,))
+        return cls(*sizes, processor.rescale_factor if processor.do_rescale else 1.0, mean, std, processor.resample)
 
     def pictures(self, sample: Sample) -> list:
-        """PIL images with the model's number of frames and channels and the sample's size."""
+        """
+        PIL images with the model's number of frames and channels and the sample's size.
+
+        Raises:
+            InspectionError: if the model takes images and the sample has several frames.
+        """
         from PIL import Image
 
         frames = sample.frames
         if self.num_frames is not None:
-            frames = frames[np.linspace(0, len(frames) - 1, self.num_frames).round().astype(int)]
+            frames = frames[spaced_indices(len(frames), self.num_frames)]
+        elif len(frames) > 1:
+            raise InspectionError(f"{sample.name} has {len(frames)} frames; this model takes images.")
         mode = "L" if self.num_channels == 1 else "RGB"
         return [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame).convert(mode) for frame in frames]
 
@@ -143,7 +162,7 @@ def read_samples(
         if not paths:
             raise InspectionError(f"{dataset} has no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
         # Sample the whole folder, because data sets often store each class together.
-        places = np.linspace(0, len(paths) - 1, min(max_samples, len(paths))).round().astype(int)
+        places = spaced_indices(len(paths), min(max_samples, len(paths)))
         return samples + [read_file(paths[place], is_video, reader) for place in places]
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
 
@@ -177,14 +196,14 @@ def read_file(
         is_physical: Whether the model needs the places of frames, rows and columns.
 
     Raises:
-        InspectionError: if the file cannot be read, or does not fit the model.
+        InspectionError: if the file cannot be read.
     """
     require_readable(path)
-    try:
+    with _naming(path.name):
         if not is_video and has_suffix(path, PICTURE_SUFFIXES) and path.is_file():
             return Sample(path.name, read_picture(path)[None])
         if num_frames is None:
-            return _check(Sample(path.name, reader.read(path)), is_video)
+            return Sample(path.name, reader.read(path))
         times = reader.frame_times(path) if is_physical else reader.uneven_times(path)
         length = reader.count(path) if times is None else len(times)
         indices, places = clip_indices(length, num_frames, None, 0.5, times), None
@@ -192,20 +211,6 @@ def read_file(
             slices, *extents = reader.spacing(path)
             places = (extents, indices * slices if times is None else times[indices])
         return Sample(path.name, reader.read(path, indices.tolist()), places)
-    except MissingLibraryError:
-        raise
-    except UnreadableError as error:
-        raise InspectionError(str(error) if path.name in str(error) else f"{path.name} has {error}") from error
-    except Exception as error:
-        # Decoders raise errors of many types for broken files.
-        raise InspectionError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _check(sample: Sample, is_video: bool) -> Sample:
-    frames = sample.frames
-    if not is_video and len(frames) > 1:
-        raise InspectionError(f"{sample.name} has {len(frames)} frames; this model takes images.")
-    return sample
 
 
 def images_of_patches(
@@ -225,11 +230,9 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
     import datasets
 
     suffix = Path(name).suffix.lower()
-    try:
+    with _naming(f"The data set {name}"):
         source = {"path": TABLE_SUFFIXES[suffix], "data_files": name} if suffix in TABLE_SUFFIXES else {"path": name}
         found = datasets.load_dataset(**source, streaming=True)
-    except Exception as error:
-        raise InspectionError(f"The data set {name} cannot be read: {type(error).__name__}: {error}") from error
     chosen = split or next((part for part in ("test", "validation") if part in found), next(iter(found)))
     if chosen not in found:
         raise InspectionError(f"--split {chosen}: {name} has {', '.join(found)}.")
@@ -249,14 +252,12 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
     rows = iter(rows)
     for index in count():
         place = f"{origin} {index}"
-        try:
-            frames = _frames(next(rows)[column])
-        except StopIteration:
-            return
-        except Exception as error:
-            # A row may contain a broken file.
-            raise InspectionError(f"{place} of {name} cannot be read: {type(error).__name__}: {error}") from error
-        yield _check(Sample(place, frames), is_video)
+        with _naming(f"{place} of {name}"):
+            row = next(rows, None)
+            if row is None:
+                return
+            sample = Sample(place, _frames(row[column]))
+        yield sample
 
 
 def _frames(value: Any) -> np.ndarray:

@@ -20,7 +20,7 @@ from ..reading.clips import FrameReader
 from ..reading.volumes import ORIENTATION, is_scan
 from ..storage.targets import new_file
 from .attention import attention_maps, black_input, vision_tower
-from .classes import class_names, class_probabilities, is_classifier, probabilities
+from .classes import Answer, class_names, class_probabilities, is_classifier, likeliest
 from .inputs import InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
 
 
@@ -28,15 +28,6 @@ from .inputs import InspectionError, Preparation, Sample, images_of_patches, rea
 PICTURES = (".png", ".svg", ".pdf")
 # Pictures with more rows are too tall.
 MOST_DRAWN = 32
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A class (name and number) and its probability."""
-
-    label: str
-    index: int
-    score: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Prediction:
     answers: list[Answer]
 
     def __str__(self) -> str:
-        return f"{self.file}: {', '.join(f'{answer.label} {answer.score:.1%}' for answer in self.answers)}"
+        return f"{self.file}: {', '.join(map(str, self.answers))}"
 
 
 @dataclass(frozen=True)
@@ -122,18 +113,15 @@ def predict(
         for file in files:
             sample = read_file(Path(file), num_frames is not None, reader, num_frames, is_physical)
             inputs = prepare(sample, preparation, tower, processor)
-            found = _classify(model, inputs).topk(min(top_k, len(names)))
-            answers = [Answer(names[index], index, score) for score, index in zip(*(part.tolist() for part in found))]
+            answers = likeliest(class_probabilities(model, **inputs)[0], names, top_k)
             predicted.append(Prediction(str(file), answers))
             if picture is not None:
-                from .plots import attention_rows
+                from .plots import attention_rows, save_attention
 
-                title, pixels = f"{Path(file).name}\n{answers[0].label} {answers[0].score:.1%}", inputs["pixel_values"]
+                title, pixels = f"{Path(file).name}\n{answers[0]}", inputs["pixel_values"]
                 # The frames as the model saw them: after resizing and cropping, before normalisation.
                 rows += attention_rows(title, attention_maps(model, pixels).maps[:, 0], preparation.frames(pixels)[0])
         if picture is not None:
-            from .plots import save_attention
-
             save_attention(rows, picture)
     unknown = [file for file in files if is_scan(Path(file))] if not hasattr(processor, "volume_orientation") else []
     return Predictions(predicted, _remarks(names, processor, unknown))
@@ -188,14 +176,6 @@ def prepare(sample: Sample, preparation: Preparation, tower: Tower, processor: A
         extent = tower.patch_embedding.kernel_size
         tensors = {"pixel_values": images_of_patches(tensors["pixel_values"], tensors["spatial_shapes"], extent)}
     return tensors | _place(sample, processor, tensors["pixel_values"])
-
-
-@torch.no_grad()
-def _classify(model: nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(labels,) probabilities"""
-    if {"spatial_shapes", "spacing"} & tensors.keys():
-        return probabilities(model, model(**tensors).logits)[0]
-    return class_probabilities(model, tensors["pixel_values"])[0]
 
 
 def _place(sample: Sample, processor: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
