@@ -37,14 +37,13 @@ from .attention import (
     size_options,
     vision_tower,
 )
-from .classes import class_names, class_probabilities
+from .classes import class_names, class_probabilities, likeliest
 from .costs import Cost, count_cost
 from .encodings import EncodingAnalysis, analyse_encoding, rotary_encoding
 from .output_change import OutputChange, output_change
 
 
-NO_ROTATIONS = "The model contains no rotations of this package, so there are no generators or frequencies to show."
-NO_GRID = "Attention, cost and relativity are not measured, because positions of tokens form no grid."
+CLASSES_SHOWN = 3
 
 
 class Measurements:
@@ -104,6 +103,18 @@ class Analysis(Measurements):
     inputs: list[InputAnalysis] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
+    @property
+    def step(self) -> str:
+        """The displacement that rotations and frequencies are shown for."""
+        return "unit of the position" if self.model["train_grid"] is None else "patch"
+
+    @property
+    def axes(self) -> list[str]:
+        """Names of the axes of positions."""
+        if self.model["train_grid"] is None:
+            return ["first", "second", "third", "fourth", "fifth", "sixth"][: self.model["num_axes"]]
+        return ["frame", "row", "column"][-len(self.model["train_grid"]) :]
+
 
 @dataclass
 class InspectedModel:
@@ -122,6 +133,18 @@ class InspectedModel:
     shown: Sequence[np.ndarray] = ()
     sources: Sequence[str] = ()
 
+    @property
+    def predictions(self) -> list[list[str]]:
+        """For each image, its name and the most probable classes at each size; empty for models without classes."""
+        measured = [entry.probabilities for entry in self.analysis.inputs if entry.probabilities is not None]
+        names = self.analysis.model["classes"]
+        by_image = zip(self.sources, *measured)
+        return [
+            [source, *(", ".join(map(str, likeliest(each, names, CLASSES_SHOWN))) for each in sizes)]
+            for source, *sizes in by_image
+            if sizes
+        ]
+
 
 def analyse(
     model: nn.Module, inputs: Sequence[torch.Tensor] = (), batch_size: int = 8, progress: bool = False
@@ -139,19 +162,14 @@ def analyse(
         ValueError: if the model has no vision tower and is not one of tokens, contains weights that are not finite, or
             refuses an input.
     """
-    tokens = tokens_transformer(model)
-    if tokens is not None and inputs:
+    transformer, tower = find_transformer(model)
+    if tower is None and inputs:
         raise ValueError(f"{type(model).__name__} takes tokens with positions; no images or videos are accepted.")
-    transformer = tokens or vision_tower(model).module
     require_finite_parameters(transformer, type(transformer).__name__)
     encoding = rotary_encoding(transformer)
     analysis = Analysis(describe(model), None if encoding is None else analyse_encoding(encoding, progress))
-    if tokens is not None:
-        analysis.remarks += [NO_GRID] if encoding is not None else [NO_ROTATIONS, NO_GRID]
-        return analysis
-    tower = vision_tower(model)
-    analysis.remarks += _remarks(tower, encoding, bool(inputs))
-    if tower.is_flexible:
+    analysis.remarks += _remarks(transformer, tower, encoding, bool(inputs))
+    if tower is None or tower.is_flexible:
         return analysis
     if encoding is not None:
         try:
@@ -174,47 +192,44 @@ def analyse(
     return analysis
 
 
-def tokens_transformer(model: nn.Module) -> LieRETokensModel | None:
-    """The transformer of a model of tokens; `None` for other models."""
+def find_transformer(model: nn.Module) -> tuple[nn.Module, Tower | None]:
+    """What is inspected: the transformer of a model of tokens and `None`, or the module of a vision tower and this."""
     base = getattr(model, "base_model", model)
-    return base if isinstance(base, LieRETokensModel) else None
+    if isinstance(base, LieRETokensModel):
+        return base, None
+    tower = vision_tower(model)
+    return tower.module, tower
 
 
 def describe(model: nn.Module) -> dict:
     """A description of a model, with the names of its configuration fields."""
-    transformer = tokens_transformer(model)
-    if transformer is None:
-        tower = vision_tower(model)
-        transformer, layers = tower.module, len(tower.attentions)
-        heads, head_dim = head_shape(tower.attentions[0][1])
-        patch_size = None if tower.is_flexible else list(tower.patch_embedding.kernel_size)
-        absolute_table, train_grid = _reads_table(tower), list(tower.train_grid)
-    else:
-        fields = transformer.config
-        layers, heads, head_dim = fields.num_hidden_layers, fields.num_attention_heads, fields.head_dim
-        absolute_table, train_grid, patch_size = fields.use_absolute_position_embeddings, None, None
+    transformer, tower = find_transformer(model)
     encoding, config, names = rotary_encoding(transformer), transformer.config, class_names(model)
+    if tower is None:
+        layers, heads, head_dim = config.num_hidden_layers, config.num_attention_heads, config.head_dim
+    else:
+        layers, (heads, head_dim) = len(tower.attentions), head_shape(tower.attentions[0][1])
     description = {
         "class": type(model).__name__,
         "model_type": getattr(getattr(model, "config", config), "model_type", None),
         "patched": is_patched(model),
         "position_encoding": getattr(config, "position_encoding", None),
-        "absolute_table": absolute_table,
+        "absolute_table": config.use_absolute_position_embeddings if tower is None else _reads_table(tower),
         "layers": layers,
         "heads": heads,
         "head_dim": head_dim,
         "hidden_size": config.hidden_size,
-        "train_grid": train_grid,
-        "patch_size": patch_size,
+        "train_grid": None if tower is None else list(tower.train_grid),
+        "patch_size": None if tower is None or tower.is_flexible else list(tower.patch_embedding.kernel_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "labels": len(names),
         "classes": names,
     }
-    if train_grid is None:
+    if tower is None:
         description["num_axes"] = config.num_axes
     if encoding is not None:
         names = ["position_encoding", "block_size", "share_heads", "share_layers", "rotate_prefix"]
-        names.append("position_scale" if train_grid is None else "coordinates")
+        names.append("position_scale" if tower is None else "coordinates")
         names += [name for name in ("spins", "relative_axis") if getattr(encoding.config, name) is not None]
         names += ["rotate_values"] if getattr(encoding.config, "rotate_values", False) else []
         description |= {name: getattr(encoding.config, name) for name in names}
@@ -231,12 +246,16 @@ def _reads_table(tower: Tower) -> bool:
     return position_table(tower.embeddings) is not None
 
 
-def _remarks(tower: Tower, encoding: RotaryEncoding | None, has_inputs: bool) -> list[str]:
+def _remarks(
+    transformer: nn.Module, tower: Tower | None, encoding: RotaryEncoding | None, has_inputs: bool
+) -> list[str]:
     remarks = []
-    if encoding is None and getattr(tower.module, "rotary_patch", None) is not None:
+    if encoding is None and getattr(transformer, "rotary_patch", None) is not None:
         remarks.append("The rotations are learned from the model's own RoPE, whose generators are not shown here.")
     elif encoding is None:
-        remarks.append(NO_ROTATIONS)
+        remarks.append(
+            "The model contains no rotations of this package, so there are no generators or frequencies to show."
+        )
     if isinstance(encoding, FoldedPlanes):
         remarks.append(
             "The model is folded: its query and key weights contain the eigenbasis, so generators are shown in that "
@@ -245,7 +264,9 @@ def _remarks(tower: Tower, encoding: RotaryEncoding | None, has_inputs: bool) ->
     if isinstance(encoding, FoldedLieRE):
         grids = ", ".join("×".join(map(str, grid)) for grid in encoding.config.folded_grids) or "none"
         remarks.append(f"The model is folded: rotations are constants for the grids {grids} and count as parameters.")
-    if tower.is_flexible:
+    if tower is None:
+        remarks.append("Attention, cost and relativity are not measured, because positions of tokens form no grid.")
+    elif tower.is_flexible:
         remarks.append("Attention and cost are not measured, because every image has its own grid (spatial_shapes).")
     elif not has_inputs:
         remarks.append("Attention is not measured without images.")

@@ -13,8 +13,8 @@ from ..errors import require_libraries
 from ..models.patched.vision_towers import Tower
 from ..reading.clips import FrameReader
 from ..storage.targets import new_directory
-from .analysis import InspectedModel, analyse, tokens_transformer
-from .attention import black_input, size_options, vision_tower
+from .analysis import InspectedModel, analyse, find_transformer
+from .attention import black_input, size_options
 from .comparison import compare
 from .inputs import InspectionError, Preparation, Sample, read_samples
 
@@ -83,10 +83,8 @@ def inspect_checkpoints(
 
 
 def _input_kind(models: Sequence[nn.Module]) -> str:
-    kinds = []
-    for model in models:
-        is_tokens = tokens_transformer(model) is not None
-        kinds.append("tokens" if is_tokens else "videos" if len(vision_tower(model).train_grid) == 3 else "images")
+    towers = [find_transformer(model)[1] for model in models]
+    kinds = ["tokens" if each is None else "videos" if len(each.train_grid) == 3 else "images" for each in towers]
     if len(set(kinds)) > 1:
         described = " and ".join(f"{type(model).__name__} takes {kind}" for model, kind in zip(models, kinds))
         raise InspectionError(f"--compare: {described}; accepted are two models of one kind.")
@@ -102,26 +100,21 @@ def _inspect(
     batch_size: int,
     progress: bool,
 ) -> InspectedModel:
-    if tokens_transformer(model) is not None:
-        if samples:
-            raise InspectionError(
-                f"{type(model).__name__} takes tokens with positions: leave out --image and --dataset."
-            )
-        return InspectedModel(name, analyse(model, progress=progress))
-    tower = vision_tower(model)
-    samples = [] if tower.is_flexible else samples
+    _, tower = find_transformer(model)
+    if tower is None and samples:
+        raise InspectionError(f"{type(model).__name__} takes tokens with positions: leave out --image and --dataset.")
     shown, inputs, remarks = [], [], []
-    if samples:
+    if tower is not None and samples and not tower.is_flexible:
         preparation = Preparation.for_tower(tower, processor)
         if processor is None:
             remarks.append("The checkpoint has no readable processor: pixels are scaled to −1 … 1, as for ViT.")
         sizes, refused = _sizes(tower, image_sizes)
-        shown = [[preparation.resize(sample, size) for sample in samples] for size in sizes]
+        shown = [np.stack([preparation.resize(sample, size) for sample in samples]) for size in sizes]
         inputs = [preparation.pixel_values(clips) for clips in shown]
         remarks += refused
     analysis = analyse(model, inputs, batch_size, progress)
     analysis.remarks += remarks
-    return InspectedModel(name, analysis, [np.stack(clips) for clips in shown], [sample.name for sample in samples])
+    return InspectedModel(name, analysis, shown, [sample.name for sample in samples])
 
 
 def _sizes(tower: Tower, image_sizes: Sequence[int] | None) -> tuple[list[tuple[int, int]], list[str]]:
@@ -132,11 +125,10 @@ def _sizes(tower: Tower, image_sizes: Sequence[int] | None) -> tuple[list[tuple[
         InspectionError: if the model refuses one of `image_sizes`.
     """
     blank, patch = black_input(tower), tower.patch_embedding.kernel_size[-2:]
+    sides = list(zip(blank.shape[-2:], patch))
+    sizes = [tuple(round(scale * side / extent) * extent for side, extent in sides) for scale in DEFAULT_SCALES]
     if image_sizes is not None:
         sizes = [(size, size) for size in image_sizes]
-    else:
-        sides = list(zip(blank.shape[-2:], patch))
-        sizes = [tuple(round(scale * side / extent) * extent for side, extent in sides) for scale in DEFAULT_SCALES]
     accepted, remarks = [], []
     for size in dict.fromkeys(sizes):
         try:

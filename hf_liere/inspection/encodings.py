@@ -99,6 +99,10 @@ class Movement(NamedTuple):
     distance: torch.Tensor
     start: torch.Tensor
 
+    def by_layer(self) -> list[torch.Tensor]:
+        """The norms of a layer, (layers,) each."""
+        return [part.square().sum((0, 2)).sqrt() for part in self]
+
 
 class Initialization(NamedTuple):
     """
@@ -181,14 +185,6 @@ def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
     return encoding if isinstance(encoding, RotaryEncoding) else None
 
 
-def patch_positions(encoding: RotaryEncoding) -> torch.Tensor:
-    """(N, A) coordinates of the patches of the trained grid, without prefix tokens."""
-    grid, coordinates = encoding.config.train_grid, encoding.config.coordinates
-    # For an input with an extent of one unit, these are the `unit` coordinates.
-    coordinates = "unit" if needs_spacing(encoding.config) else coordinates
-    return TokenPositions.from_grid(grid, grid, coordinates).coordinates
-
-
 def step_sizes(encoding: RotaryEncoding) -> torch.Tensor:
     """
     (A,) distances in coordinates of neighbouring patches of the trained grid, 0 along an axis of one patch; for models
@@ -225,21 +221,24 @@ def relativity_error(
         pairs: Number of pairs of patches of the trained grid: two opposite corners, and others from a fixed seed.
         progress: Whether to show a progress bar.
     """
+    config = encoding.config
+    # For an input with an extent of one unit, physical coordinates are these.
+    coordinates = "unit" if needs_spacing(config) else config.coordinates
     if offsets is None:
-        longest = max(encoding.config.train_grid)
+        longest = max(config.train_grid)
         offsets = torch.linspace(0, longest, min(longest, OFFSETS) + 1, dtype=torch.float64).tolist()
     offsets = torch.tensor(list(offsets), dtype=torch.float64)
     steps = step_sizes(encoding)
-    patches = patch_positions(encoding)
+    patches = TokenPositions.from_grid(config.train_grid, config.train_grid, coordinates).coordinates  # (N, A)
     chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
-    matrices, relative_axis = generator_matrices(encoding), encoding.config.relative_axis
+    matrices = generator_matrices(encoding)
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
 
     def between(generators: torch.Tensor, offset: torch.Tensor | float) -> torch.Tensor:
         """R(p + c)ᵀR(q + c) of every pair, (pairs, heads, blocks, b, b)."""
-        first, second = rotations(generators, patches[chosen] + offset * steps, relative_axis)
+        first, second = rotations(generators, patches[chosen] + offset * steps, config.relative_axis)
         return first.mT @ second
 
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:

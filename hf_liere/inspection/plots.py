@@ -19,6 +19,7 @@ from matplotlib.patches import Rectangle
 from .analysis import Analysis, InputAnalysis
 from .attention import overlay, patch_distances
 from .encodings import EncodingAnalysis, RelativityError
+from .inputs import spaced_indices
 from .output_change import OutputChange
 
 
@@ -88,11 +89,6 @@ def mosaic(matrices: torch.Tensor) -> tuple[np.ndarray, tuple[int, int]]:
     tiles = framed.unflatten(2, (rows, columns)).transpose(3, 4).flatten(4).flatten(2, 3)
     tiles = pad(tiles, (0, 1, 0, 1), value=math.nan)
     return tiles.transpose(1, 2).flatten(2).flatten(0, 1).numpy(), tuple(tiles.shape[2:])
-
-
-def spaced_indices(count: int, most: int) -> list[int]:
-    """At most `most` evenly spaced indices below `count`, including the first and the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: float | None = None) -> dict[str, str]:
@@ -215,36 +211,35 @@ def plot_output_change(found: OutputChange) -> dict[str, str]:
 
 def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
     found, start = encoding.angles, encoding.initialization
-    edges = found.edges if start is None else start.edges
+    edges, learned = (found.edges, found.density) if start is None else (start.edges, start.learned_density)
     centres = ((edges[1:] + edges[:-1]) / 2).numpy()
     layer_std = found.layer_std.numpy()
+    top = 1.15 * max(layer_std.max(), 0 if start is None else start.std) or 1.0
 
     def paint(figure: Figure, theme: dict) -> None:
-        linear, logarithmic, layers = figure.subplots(1, 3)
+        linear, logarithmic, layers = panels = figure.subplots(1, 3)
         untrained = {"color": theme["text"], "linestyle": "--", "linewidth": 1}
-        densities = [(found.density if start is None else start.learned_density, "in the model", {"color": COLOURS[0]})]
+        densities = [(learned, {"label": "in the model", "color": COLOURS[0]})]
         if start is not None and start.std:
-            densities.append((start.density, f"at the start: rotary_init={start.name!r}", untrained))
-        for axis, scale in ((linear, "linear"), (logarithmic, "log")):
-            for values, label, style in densities:
+            densities.append((start.density, {"label": f"at the start: rotary_init={start.name!r}", **untrained}))
+        for axis, scale in zip(panels, ("linear", "log")):
+            for values, look in densities:
                 shown = values.where(values > 0, math.nan) if scale == "log" else values
-                axis.step(centres, shown.numpy(), where="mid", label=label, **style)
+                axis.step(centres, shown.numpy(), where="mid", **look)
             if start is not None and not start.std:
                 axis.axvline(0, label="at the start: all zero", **untrained)
-            axis.set_yscale(scale)
             axis.set(xlabel="element (radians per unit)", ylabel="density (per radian)", title=f"{scale} scale")
+            axis.set_yscale(scale)
             few_ticks(axis.xaxis)
         layers.plot(range(1, len(layer_std) + 1), layer_std, "o-", color=COLOURS[0], markersize=4)
-        if start is not None:
-            layers.axhline(start.std, **untrained)
-        layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer")
-        layers.set_ylim(0, 1.15 * max(layer_std.max(), 0 if start is None else start.std) or 1.0)
+        layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer", ylim=(0, top))
         layers.xaxis.get_major_locator().set_params(integer=True)
         few_ticks(linear.yaxis, layers.yaxis)
-        for axis in (linear, logarithmic, layers):
+        for axis in panels:
             axis.title.set_fontsize(9)
             axis.grid(alpha=0.4)
         if start is not None:
+            layers.axhline(start.std, **untrained)
             figure.legend(*linear.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
     return draw(paint, 10.0, 3.1)
@@ -260,11 +255,10 @@ def few_ticks(*axes: Axis) -> None:
 def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict[str, str]:
     """
     Plot a point for every plane; with two models, also a line to it from its frequency in the first model. `models`
-    are (A, layers, heads, planes) frequencies per step, see [`step_name`]; the analysis of either names the axes.
+    are (A, layers, heads, planes) frequencies per [`Analysis.step`]; the analysis of either names the axes.
     """
     assert analysis.encoding is not None, "planes belong to an encoding"
-    step = step_name(analysis)
-    axes, pairs = axis_names(analysis), analysis.encoding.commutators.axes
+    axes, step, pairs = analysis.axes, analysis.step, analysis.encoding.commutators.axes
     bound = max(frequencies.abs().max().item() for frequencies in models) * 1.08 or 0.1
     size = 14 if models[-1][0].numel() < 500 else 5
 
@@ -323,7 +317,7 @@ def attention_rows(title: str, maps: torch.Tensor, frames: np.ndarray) -> list[A
         return [AttentionRow(title, frames[0], list(maps), [None] * len(maps))]
     limits = [(layer.min().item(), layer.max().item()) for layer in maps]
     per_tubelet, rows = len(frames) // maps.shape[1], []
-    for tubelet in spaced_indices(maps.shape[1], FRAMES_SHOWN):
+    for tubelet in spaced_indices(maps.shape[1], min(maps.shape[1], FRAMES_SHOWN)):
         first = tubelet * per_tubelet
         rows.append(AttentionRow(f"frame {first + 1}", frames[first], list(maps[:, tubelet]), limits))
     return rows
@@ -396,14 +390,3 @@ def size_name(size: tuple[int, ...]) -> str:
     """(224, 224) → "224 × 224 px", (8, 112, 112) → "8 frames of 112 × 112 px"."""
     *frames, height, width = size
     return (f"{frames[0]} frames of " if frames else "") + f"{height} × {width} px"
-
-
-def step_name(analysis: Analysis) -> str:
-    """The displacement that rotations and frequencies are shown for."""
-    return "unit of the position" if analysis.model["train_grid"] is None else "patch"
-
-
-def axis_names(analysis: Analysis) -> list[str]:
-    if analysis.model["train_grid"] is None:
-        return ["first", "second", "third", "fourth", "fifth", "sixth"][: analysis.model["num_axes"]]
-    return ["frame", "row", "column"][-len(analysis.model["train_grid"]) :]

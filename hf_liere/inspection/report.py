@@ -1,6 +1,6 @@
 """
-The inspection report: an HTML page about a model, its learned position encoding, its attention and its cost. The
-template has the text of the page; this file computes the tables in it.
+The inspection report: an HTML page about a model, its attention, its learned position encoding and its cost. The
+templates have the text of the page; this file computes the tables in it.
 """
 
 import base64
@@ -9,50 +9,41 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-import torch
 
 from ..models.encoding.kinds import CONVENTIONS, ENCODINGS
 from ..version import __version__
 from . import plots
 from .analysis import Analysis, InspectedModel
 from .comparison import Comparison
-from .encodings import EncodingAnalysis, Movement
 
 
-TEMPLATE = "report.html.jinja"
-CLASSES_SHOWN = 3
 UNROTATED = {"none": "no positions at all", "absolute": "a learned table of absolute positions"}
 
 
-def render_report(models: Sequence[InspectedModel], comparison: Comparison | None = None) -> str:
-    """Render the page of one model, or of two side by side with their comparison."""
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """What renders the templates."""
+    found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"data_uri": data_uri, "size_name": plots.size_name}
-    environment.tests["wide"] = plots.is_wide
-    return environment.get_template(TEMPLATE).render(
+    found.filters |= {"data_uri": data_uri, "size_name": plots.size_name}
+    found.tests["wide"] = plots.is_wide
+    encodings = UNROTATED | {name: encoding.description for name, encoding in ENCODINGS.items()}
+    found.globals |= {"plots": plots, "encodings": encodings, "traits": ENCODINGS, "facts": facts}
+    return found
+
+
+def render_report(models: Sequence[InspectedModel], comparison: Comparison | None = None) -> str:
+    """Render the page of one model, or of two side by side with their comparison."""
+    page = environment().get_template("report.html.jinja")
+    return page.render(
         name=" and ".join(model.name for model in models),
         version=__version__,
-        models=[
-            {
-                "facts": facts(model.analysis),
-                "predictions": prediction_rows(model.analysis, model.sources),
-                "axes": plots.axis_names(model.analysis),
-                "step": plots.step_name(model.analysis),
-                **vars(model),
-            }
-            for model in models
-        ],
+        models=models,
         comparison=comparison and _comparison_context(models, comparison),
-        plots=plots,
-        encodings=UNROTATED | {name: encoding.description for name, encoding in ENCODINGS.items()},
-        traits=ENCODINGS,
-        describe_start=describe_start,
     )
 
 
@@ -108,60 +99,3 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     rows += [(name, model[name]) for name in ("head_dim", "hidden_size")]
     rows += [(name, " × ".join(map(str, model[name]))) for name in ("train_grid", "patch_size") if model[name]]
     return [(name, "—" if value is None else str(value)) for name, value in rows]
-
-
-def describe_start(encoding: EncodingAnalysis, step: str = "patch") -> str:
-    """Compare the generators with untrained ones of the same configuration."""
-    start = encoding.initialization
-    if start is None:
-        return "They are fixed, not learned."
-    if start.movement is not None:
-        return _describe_movement(start.name, start.movement, step)
-    drawn = (
-        f"Untrained ones, drawn with rotary_init={start.name!r} and rotary_init_scale={start.scale:.4g}, have "
-        f"{start.std:.3g}. The cumulative distributions of both differ by at most {start.distance:.2g} "
-        f"(Kolmogorov–Smirnov); untrained ones differ from each other by up to {start.chance:.2g}"
-    )
-    if start.distance <= start.chance:
-        return (
-            f"{drawn}, so their distribution does not show that anything was learned. Single elements may have changed "
-            "nevertheless: checkpoints do not contain the initial ones."
-        )
-    return f"{drawn}: the distribution has changed in training."
-
-
-def _describe_movement(name: str, movement: Movement, step: str) -> str:
-    """How far training moved the generators from a start that the configuration determines."""
-    moved, start = (part.square().sum((0, 2)).sqrt() for part in movement)  # (layers,) each
-    if not moved.any():
-        zero = "" if start.any() else "all zero, "
-        return f"They are {zero}as initialised by rotary_init={name!r}: nothing has been learned."
-    if not start.any():
-        return (
-            f"They were initialised to zero (rotary_init={name!r}): all of this was learned. The Frobenius norm of a "
-            f"layer is now {moved.min():.2g} to {moved.max():.2g} radians per {step}."
-        )
-    relative = moved / start
-    least, most = relative.argmin().item(), relative.argmax().item()
-    return (
-        f"Training moved them from their start, rotary_init={name!r}, by {moved.norm() / start.norm():.1%} of its "
-        f"Frobenius norm, in radians per {step}: by {relative[least]:.1%} in layer {least + 1} to {relative[most]:.1%} "
-        f"in layer {most + 1}."
-    )
-
-
-def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
-    """For each image, its name and the most probable classes at each size; empty for models without classes."""
-    measured = [entry.probabilities for entry in analysis.inputs if entry.probabilities is not None]
-    if not measured:
-        return []
-    names = analysis.model["classes"]
-
-    def likeliest(probabilities: torch.Tensor) -> str:
-        found = probabilities.topk(min(CLASSES_SHOWN, len(names)))
-        return ", ".join(f"{names[index]} {value:.1%}" for value, index in zip(*(part.tolist() for part in found)))
-
-    return [
-        [source, *(likeliest(probabilities[image]) for probabilities in measured)]
-        for image, source in enumerate(sources)
-    ]

@@ -112,11 +112,11 @@ def test_one_page_and_the_numbers_behind_it(page):
     assert all(address.startswith("data:") for address in report.addresses)
     text = " ".join(report.text.split())
     headings = (
+        "Where it looks",
+        "What it predicts",
         "What it is",
         "How they differ",
         "What it learned",
-        "Where it looks",
-        "What it predicts",
         "What it costs",
     )
     places = [text.index(heading) for heading in headings]

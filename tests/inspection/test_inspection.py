@@ -50,7 +50,7 @@ def test_report_stands_alone(inspected):
     assert not re.search(r"https?://|@import|<script|url\(", text)
     assert len(page.images) == 8 and all(image["alt"] for image in page.images)
     text = " ".join(page.text.split())
-    headings = ("What it is", "What it learned", "Where it looks", "What it predicts", "What it costs")
+    headings = ("Where it looks", "What it predicts", "What it is", "What it learned", "What it costs")
     places = [text.index(heading) for heading in headings]
     assert places == sorted(places)
     assert "Its position encoding is liere" in text and "block_size8" in text.replace(" ", "") and "32 × 32 px" in text
@@ -138,7 +138,7 @@ def test_without_images(tiny, tmp_path):
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="comrope_ld")).eval().fold_rotations()
     assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
-    assert "Not measured." in page.text and "without images" in page.text and "eigenbasis" in page.text
+    assert "Where it looks" not in page.text and "without images" in page.text and "eigenbasis" in page.text
     assert "So does the model's attention." in page.text and "drawn with rotary_init='normal'" in page.text
     assert "exactly relative" in page.text and any("frequencies" in image["alt"] for image in page.images)
 

@@ -6,6 +6,8 @@ import numpy as np
 import transformers
 from PIL import Image
 
+from hf_liere.inspection.report import environment
+
 
 VOID = {"br", "img", "link", "meta", "source"}
 
@@ -48,3 +50,9 @@ def picture(path, size=(20, 30), seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
     return str(path)
+
+
+def describe_start(encoding):
+    """What a report says about the start of an analysed encoding."""
+    described = environment().get_template("wording.html.jinja").module.describe_start(encoding.initialization, "patch")
+    return " ".join(described.split())

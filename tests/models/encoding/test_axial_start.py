@@ -5,11 +5,11 @@ import pytest
 import reference
 import torch
 from encoding_cases import perturb
+from inspection_pages import describe_start
 
 import hf_liere
 from hf_liere.inspection.analysis import analyse
 from hf_liere.inspection.encodings import generator_matrices
-from hf_liere.inspection.report import describe_start
 from hf_liere.models.encoding.folding import build_encoding
 from hf_liere.models.encoding.placement import place_patches
 
