@@ -138,13 +138,12 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
         places, extents = torch.cartesian_prod(*map(torch.arange, grid)), [2 * size - 1 for size in grid]
         differences = places - places.unsqueeze(1) + torch.tensor(grid) - 1  # (N, N, A), from 0
         index = np.ravel_multi_index(differences.flatten(0, 1).T.numpy(), extents)
-        index = torch.from_numpy(index).expand_as(logits)  # (heads, N²)
         # Smaller weights have inaccurate logarithms.
         seen = weights.flatten(1) > 1e-30
-        ends = logits.new_full((len(logits), math.prod(extents)), -math.inf)
-        highest = ends.scatter_reduce(1, index, logits.where(seen, -math.inf), "amax")
-        negative = ends.scatter_reduce(1, index, (-logits).where(seen, -math.inf), "amax")
-        return (highest + negative).clamp(min=0).amax(1, keepdim=True).T
+        ends = torch.stack([logits, -logits]).where(seen, -math.inf)  # (2, heads, N²)
+        index = torch.from_numpy(index).expand_as(ends)
+        highest = ends.new_full((*ends.shape[:2], math.prod(extents)), -math.inf).scatter_reduce(2, index, ends, "amax")
+        return highest.sum(0).clamp(min=0).amax(1, keepdim=True).T
 
     return observe_attention(tower, equal_patches(tower), spread)[0][0, 0]
 

@@ -241,16 +241,13 @@ def relativity_error(
         first, second = rotations(generators, patches[chosen] + offset * steps, config.relative_axis)
         return first.mT @ second
 
-    with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
-        for layer, generators in enumerate(matrices.unbind(1)):
-            unmoved = between(generators, 0)
-            for index, offset in enumerate(offsets):
-                difference = between(generators, offset) - unmoved
-                # The Gram matrix gives the largest singular value faster than an SVD and with sufficient accuracy.
-                squares = torch.linalg.eigvalsh(difference.mT @ difference)[..., -1]
-                errors = squares.clamp(min=0).sqrt()
-                largest[index, layer], mean[index, layer] = errors.amax((0, 2)), errors.mean((0, 2))
-                bar.update()
+    for layer, generators in enumerate(tqdm(matrices.unbind(1), desc="relativity", disable=not progress)):
+        unmoved = between(generators, 0)
+        for index, offset in enumerate(offsets):
+            difference = between(generators, offset) - unmoved
+            # The Gram matrix gives the largest singular value faster than an SVD and with sufficient accuracy.
+            errors = torch.linalg.eigvalsh(difference.mT @ difference)[..., -1].clamp(min=0).sqrt()
+            largest[index, layer], mean[index, layer] = errors.amax((0, 2)), errors.mean((0, 2))
     return RelativityError(offsets, largest, mean)
 
 
