@@ -1,5 +1,5 @@
 """
-Compares kernels with a plain float64 computation before their first use: once per process for every device, dtype,
+Compares kernels with plain operations in float64 before their first use: once per process for every device, dtype,
 block size and head width, because each has separate machine code. Kernels that differ or raise are not used in this
 process. Out-of-bounds accesses cannot be caught; they leave the CUDA context unusable.
 """
@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from transformers.utils import logging
 
-from .layout import is_planes
+from ..models.fast.application import apply_rotation, multiply_blocks
+from ..models.fast.dispatch import plain_operations
+from ..models.fast.rotation_gradients import angle_gradients, outer_products
 
 
 logger = logging.get_logger(__name__)
@@ -81,7 +83,7 @@ class SelfCheck:
     def _compare(self, case: Case) -> Outcome:
         start, failure, error = time.monotonic(), None, 0.0
         try:
-            with torch.no_grad(), torch.autocast(case.device.type, enabled=False):
+            with torch.no_grad(), plain_operations(), torch.autocast(case.device.type, enabled=False):
                 for function, found, expected, bound in self._comparisons(case):
                     # Count NaN as an infinite error.
                     difference = (found - expected).abs().nan_to_num(torch.inf, torch.inf)
@@ -98,87 +100,63 @@ class SelfCheck:
         return Outcome(failure, error, time.monotonic() - start)
 
     def _comparisons(self, case: Case) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yields a function's name, its result, the float64 result, and a bound of the rounding error."""
-        if case.block_size == 2:
-            # A program processes 1024 channels of several tokens: here one is full, and the last one has three tokens.
-            planes = Example(case, batch=5, tokens=1024 // case.block_dim + 3)
-            cos_sin = planes.rotation[..., 0].contiguous().to(case.device)
-            yield from planes.compare_rotations(self._apply_rotation, cos_sin, samples=2)
-            (found,) = _results(self._angle_gradients, *planes.to_device(), cos_sin.shape[:4], samples=2)
-            yield "angle_gradients", found[0], *planes.angle_gradients()
+        """Yields a function's name, its result, that of plain operations, and a bound of the rounding error."""
+        size, type_info = case.block_size, torch.finfo(case.dtype)
         # One program needs several products for its samples; the other has fewer samples.
-        blocks = Example(case, batch=70, tokens=3)
-        rotation = blocks.rotation.to(case.device)
-        yield from blocks.compare_rotations(self._apply_rotation, rotation, samples=66)
-        arguments = *blocks.to_device(), rotation.shape[:4], case.block_size
-        (found,) = _results(self._outer_products, *arguments, samples=66)
-        yield "outer_products", found[0], *blocks.outer_products()
-
-
-class Example:
-    """
-    Queries, keys and gradients of two heads whose width is not a power of two, with unrotated channels if the blocks
-    leave any. As in attention, tokens come before heads in memory. Random state, default dtype and device do not
-    change.
-    """
-
-    def __init__(self, case: Case, batch: int, tokens: int):
-        heads, size = 2, case.block_size
-        head_dim = max(case.block_dim * 3 // 4, size)
-        blocks = max(1, (head_dim - 1) // size)
-        self.case, self.batch, self.width = case, batch, blocks * size
-        generator = torch.Generator("cpu").manual_seed(0)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-        # Both sides of the comparison start from the rounded inputs of the kernels.
-        drawn = [normal(batch, tokens, heads, head_dim).transpose(1, 2).to(case.dtype) for _ in range(4)]
-        self.states, self.gradients = drawn[:2], drawn[2:]
-        rotation = torch.linalg.qr(normal(1, heads, tokens, blocks, size, size)).Q
+        kinds = [("blocks", 70, 3, 66)]
         if size == 2:
-            # An orthogonal matrix may be a reflection; its first column still is the cos and sin of a rotation.
-            cos, sin = rotation[..., 0].unbind(-1)
-            rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-        self.rotation = rotation.to(torch.float32)
+            # A program processes 1024 channels of several tokens: here one is full, and the last one has three tokens.
+            kinds.insert(0, ("planes", 5, 1024 // case.block_dim + 3, 2))
+        for kind, batch, tokens, samples in kinds:
+            *pairs, blocks = _draw(case, batch, tokens)
+            rotation = blocks[..., 0].contiguous() if kind == "planes" else blocks
+            gradients, states = (tuple(part.double() for part in pair) for pair in pairs)
+            absolute_gradients, absolute_states = (tuple(map(torch.abs, pair)) for pair in (gradients, states))
+            given_gradients, given = ([part.to(case.device) for part in pair] for pair in pairs)
+            for inverse in (False, True):
+                found = _results(self._apply_rotation, given, rotation.to(case.device), inverse, samples=samples)
+                expected = apply_rotation(states, rotation.double(), inverse)
+                matrices = blocks.transpose(-1, -2) if inverse else blocks
+                sizes = multiply_blocks(absolute_states, matrices.abs())
+                for rotated, right, absolute in zip(found, expected, sizes):
+                    # A float32 sum of n products has an error of at most n·ε times the sum of their absolute values.
+                    # The result and a matrix are each rounded to the dtype, by ε/2; subnormal numbers err by more.
+                    bound = (size * EPS + type_info.eps) * absolute + type_info.tiny
+                    yield f"apply_rotation of {kind}" + ", inverse," * inverse, rotated, right, bound
+            shape = rotation.shape[:4]
+            # (1, H, N, blocks, b, b)
+            bound = 2 * batch * EPS * outer_products(absolute_gradients, absolute_states, shape, size)
+            if kind == "planes":
+                (found,) = _results(self._angle_gradients, given_gradients, given, shape, samples=samples)
+                right = angle_gradients(gradients, states, rotation.double())
+                yield "angle_gradients", found, right, 2 * (bound[..., 1, 0] + bound[..., 0, 1])
+            else:
+                (found,) = _results(self._outer_products, given_gradients, given, shape, size, samples=samples)
+                yield "outer_products", found, outer_products(gradients, states, shape, size), bound
 
-    def to_device(self) -> Iterator[list[torch.Tensor]]:
-        """Gradients and states of query and key, on the device of the case."""
-        return ([part.to(self.case.device) for part in pair] for pair in (self.gradients, self.states))
 
-    def compare_rotations(self, apply_rotation: Callable, rotation: torch.Tensor, samples: int) -> Iterator[tuple]:
-        """Compare both rotated states, in both directions."""
-        _, given = self.to_device()
-        kind = "planes" if is_planes(rotation) else "blocks"
-        rounding, tiny = torch.finfo(self.case.dtype).eps, torch.finfo(self.case.dtype).tiny
-        for inverse in (False, True):
-            matrices = (self.rotation.transpose(-1, -2) if inverse else self.rotation)[0].double()
-            found = _results(apply_rotation, given, rotation, inverse, samples=samples)
-            for rotated, states in zip(found, self.states):
-                # A float32 sum of n products has an error of at most n·ε times the sum of their absolute values. The
-                # result and a matrix are each rounded to the dtype, by ε/2; subnormal numbers have larger errors.
-                bound = (self.case.block_size * EPS + rounding) * self._rotate(matrices.abs(), states.abs()) + tiny
-                name = f"apply_rotation of {kind}" + ", inverse," * inverse
-                yield name, rotated, self._rotate(matrices, states), bound
+def _draw(case: Case, batch: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """
+    Gradients and states of query and key, of two heads whose width is not a power of two, with unrotated channels if
+    the blocks leave any, and (1, H, N, blocks, b, b) rotations. As in attention, tokens come before heads in memory.
+    Random state, default dtype and device do not change.
+    """
+    heads, size = 2, case.block_size
+    head_dim = max(case.block_dim * 3 // 4, size)
+    blocks = max(1, (head_dim - 1) // size)
+    generator = torch.Generator("cpu").manual_seed(0)
 
-    def _rotate(self, matrices: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        rotated = torch.einsum("hnkij,bhnkj->bhnki", matrices, self._blocks(states))
-        return torch.cat([rotated.flatten(-2), states[..., self.width :]], dim=-1)
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    def _blocks(self, states: torch.Tensor) -> torch.Tensor:
-        """(…, D) → (…, blocks, b) in float64."""
-        return states[..., : self.width].double().unflatten(-1, (-1, self.case.block_size))
-
-    def angle_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(H, N, planes), and bounds of their rounding errors."""
-        outer, bound = self.outer_products()
-        return outer[..., 1, 0] - outer[..., 0, 1], 2 * (bound[..., 1, 0] + bound[..., 0, 1])
-
-    def outer_products(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Σ g rᵀ over samples, query and key, (H, N, blocks, b, b), and bounds of their rounding errors."""
-        pairs = [self._blocks(torch.cat(pair)) for pair in (self.gradients, self.states)]
-        expected, absolute = (torch.einsum("bhnki,bhnkj->hnkij", *each) for each in (pairs, map(torch.abs, pairs)))
-        return expected, 2 * self.batch * EPS * absolute
+    # Both sides of the comparison start from the rounded inputs of the kernels.
+    drawn = [normal(batch, tokens, heads, head_dim).transpose(1, 2).to(case.dtype) for _ in range(4)]
+    rotation = torch.linalg.qr(normal(1, heads, tokens, blocks, size, size)).Q
+    if size == 2:
+        # An orthogonal matrix may be a reflection; its first column still is the cos and sin of a rotation.
+        cos, sin = rotation[..., 0].unbind(-1)
+        rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    return drawn[2:], drawn[:2], rotation.to(torch.float32)
 
 
 def padded_width(head_dim: int) -> int:
