@@ -17,7 +17,7 @@ from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.closed_forms import cos_sin
 from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import derivative_coefficients, product_indices
-from hf_liere.models.fast.rotation_gradients import commuting_backward, rotate_blocks_backward
+from hf_liere.models.fast.rotation_gradients import commuting_backward, rotate_backward
 from hf_liere.models.fast.scaling_and_squaring import RayTokens, num_saved
 from hf_liere.models.rotation.exponential import block_rotations, skew
 
@@ -176,8 +176,8 @@ def test_gradients_of_blocks(every_library, shape, dtype):
     """Against the plain operations in float64."""
     rotation = torch.randn(shape)
     states = [torch.randn(5, 2, 5, 23).to(dtype) for _ in range(4)]
-    expected = rotate_blocks_backward(*(x.double() for x in states), rotation.double())
-    found = rotate_blocks_backward(*map(among_others, states), rotation)
+    expected = rotate_backward(*(x.double() for x in states), rotation.double(), None, None)[:3]
+    found = rotate_backward(*map(among_others, states), rotation, None, None)[:3]
     # Rotated gradients are rounded to their type, and sums of at most 20 products of 8 terms to float32.
     roundings = torch.finfo(dtype).eps, torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     for ours, exact, rounding in zip(found, expected, roundings, strict=True):

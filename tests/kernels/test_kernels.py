@@ -16,7 +16,7 @@ from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
 from hf_liere.models.fast import dispatch
 from hf_liere.models.fast.dispatch import find_backend
-from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
+from hf_liere.models.fast.rotating import _rotate
 from hf_liere.models.rotation.rotation import PlaneRotation
 
 
@@ -63,11 +63,8 @@ def inputs(kernels, shape, dtype):
 @pytest.mark.parametrize("shape", [PLANES[0], BLOCKS[0]])
 def test_opcheck(kernels, shape):
     """What PyTorch asks of an operator."""
-    operator, others = _rotate_blocks, ()
-    if len(shape) == 5:
-        operator, others = _rotate_planes, (None, None)
     arguments = inputs(kernels, shape, torch.float32)
-    torch.library.opcheck(operator.operator, (*arguments, *others, False))
+    torch.library.opcheck(_rotate.operator, (*arguments, None, None, False))
 
 
 def gradients(outputs, weights, leaves):

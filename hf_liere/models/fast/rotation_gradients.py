@@ -10,45 +10,35 @@ from .dispatch import find_backend, operator
 GATHERED_SIZE = 16
 
 
-def _fake_planes_backward(query_gradient, key_gradient, query, key, cos_sin, generators, phases):
-    like = query_gradient, key_gradient, cos_sin, cos_sin.new_empty(0) if generators is None else generators
-    return tuple(map(torch.empty_like, like))
+def _like_inputs(query_gradient, key_gradient, query, key, rotation, generators, phases):
+    return query_gradient, key_gradient, rotation, rotation.new_empty(0) if generators is None else generators
 
 
 @operator(
-    "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor cos_sin, Tensor? generators, "
+    "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor rotation, Tensor? generators, "
     "Tensor? phases) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake_planes_backward,
+    fake=lambda *inputs: tuple(map(torch.empty_like, _like_inputs(*inputs))),
 )
-def rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, generators, phases):
+def rotate_backward(query_gradient, key_gradient, query, key, rotation, generators, phases):
     """
-    Gradients of query, key, cos and sin, and of the generators if given; `query` and `key` are the rotated ones. Cos
-    and sin get the gradient of the angles.
+    Gradients of query, key, rotation, and of the generators if given; `query` and `key` are the rotated ones. Cos and
+    sin get the gradient of the angles.
     """
-    gradients, states = drop_empty_key(query_gradient, key_gradient), drop_empty_key(query, key)
-    if generators is None:
-        *rotated_back, cos_sin_gradient = planes_backward(gradients, states, cos_sin)
-        generators, generators_gradient = cos_sin.new_empty(0), cos_sin.new_empty(0)
+    like = _like_inputs(query_gradient, key_gradient, query, key, rotation, generators, phases)
+    pairs = drop_empty_key(query_gradient, key_gradient), drop_empty_key(query, key)
+    if generators is not None:
+        *rotated_back, rotation_gradient, generators_gradient = commuting_backward(*pairs, rotation, generators, phases)
     else:
-        found = commuting_backward(gradients, states, cos_sin, generators, phases)
-        *rotated_back, cos_sin_gradient, generators_gradient = found
-    like = query_gradient, key_gradient, cos_sin, generators
+        backward, generators_gradient = planes_backward if rotation.ndim == 5 else blocks_backward, like[-1]
+        *rotated_back, rotation_gradient = backward(*pairs, rotation)
     rotated_back = restore_empty_key(tuple(rotated_back), key_gradient)
-    return match_layout((*rotated_back, cos_sin_gradient, generators_gradient), like)
+    return match_layout((*rotated_back, rotation_gradient, generators_gradient), like)
 
 
-@operator(
-    "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor blocks) -> (Tensor, Tensor, Tensor)",
-    fake=lambda query_gradient, key_gradient, query, key, blocks: tuple(
-        map(torch.empty_like, (query_gradient, key_gradient, blocks))
-    ),
-)
-def rotate_blocks_backward(query_gradient, key_gradient, query, key, blocks):
-    """Gradients of query and key, and of blocks: g qᵀ with q = Rᵀ r; `query` and `key` are the rotated states r."""
-    gradients, states = drop_empty_key(query_gradient, key_gradient), drop_empty_key(query, key)
-    outer = outer_products(gradients, states, blocks.shape[:4], blocks.shape[-1], blocks)
-    rotated_back = restore_empty_key(apply_rotation(gradients, blocks, inverse=True), key_gradient)
-    return match_layout((*rotated_back, outer.to(blocks.dtype)), (query_gradient, key_gradient, blocks))
+def blocks_backward(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of the states, and those of blocks: g qᵀ with q = Rᵀ r for rotated states r."""
+    outer = outer_products(gradients, rotated, blocks.shape[:4], blocks.shape[-1], blocks)
+    return *apply_rotation(gradients, blocks, inverse=True), outer.to(blocks.dtype)
 
 
 def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:

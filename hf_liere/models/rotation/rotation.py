@@ -12,7 +12,7 @@ from ..fast.application import (
     rotate_channels,
 )
 from ..fast.dispatch import in_portable_graph
-from ..fast.rotating import _rotate_blocks, _rotate_planes
+from ..fast.rotating import _rotate
 from .bases import change_basis
 
 
@@ -71,7 +71,7 @@ class PlaneRotation(NamedTuple):
         if in_portable_graph():
             rotated = rotate_channels(drop_empty_key(query, key), cos_sin, portable=True)  # (B, H, N, D) each
             return restore_empty_key(rotated, key)
-        return _rotate_planes(query, key, cos_sin, self.generators, self.phases, False)
+        return _rotate(query, key, cos_sin, self.generators, self.phases, False)
 
     def _factors(self) -> tuple[torch.Tensor, ...]:
         """cos and sin of every factor of a product, (1 or B, 1 or H, N, planes, 2) each."""
@@ -171,7 +171,7 @@ class BlockRotation(NamedTuple):
         if in_portable_graph():
             rotated = multiply_blocks(drop_empty_key(query, key), self.blocks)  # (B, H, N, D) each
             return restore_empty_key(rotated, key)
-        return _rotate_blocks(query, key, self.blocks, False)
+        return _rotate(query, key, self.blocks, None, None, False)
 
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
         return states

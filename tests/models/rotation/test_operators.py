@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from encoding_cases import COMPILED_FAST, FOLDABLE, IMAGE_CASES
+from encoding_cases import COMPILED_FAST, IMAGE_CASES
 from rotating import rotate_query_key
 from slow_cases import slow_except
 from torch.func import functional_call, grad, stack_module_state, vmap
@@ -18,8 +18,8 @@ from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import block_rotations_backward
 from hf_liere.models.fast.exponentials import exponentiate
 from hf_liere.models.fast.quaternions import quaternion_rotations_backward
-from hf_liere.models.fast.rotating import _rotate_blocks, _rotate_planes
-from hf_liere.models.fast.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
+from hf_liere.models.fast.rotating import _rotate
+from hf_liere.models.fast.rotation_gradients import rotate_backward
 from hf_liere.models.fast.scaling_and_squaring import Rays, num_saved
 from hf_liere.models.rotation.exponential import skew
 from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
@@ -61,9 +61,9 @@ def test_opcheck_of_applied_blocks(implementation, size, batch, transposed):
     query, key = (states(2, 3, 5, 2 * size + 1, transposed=transposed).requires_grad_() for _ in range(2))
     blocks = rotations_of((batch, 3, 5, 2, size, size), "blocks")
     for constant in (blocks, blocks.clone().requires_grad_()):
-        torch.library.opcheck(_rotate_blocks.operator, (query, key, constant, False))
+        torch.library.opcheck(_rotate.operator, (query, key, constant, None, None, False))
     gradients = [states(2, 3, 5, 2 * size + 1) for _ in range(2)]
-    torch.library.opcheck(rotate_blocks_backward, (*gradients, query.detach(), key.detach(), blocks))
+    torch.library.opcheck(rotate_backward, (*gradients, query.detach(), key.detach(), blocks, None, None))
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float32, None), (torch.bfloat16, 4), (torch.float64, 8)])
@@ -74,10 +74,10 @@ def test_opcheck_of_applied_planes(implementation, dtype, size):
     if size is not None:
         generators = skew(torch.randn(3, 16 // size, size * (size - 1) // 2), size)
         others = generators.requires_grad_(), torch.randn(1, 3, 5, 16 // size)
-    torch.library.opcheck(_rotate_planes.operator, (query, key, cos_sin.requires_grad_(), *others, False))
+    torch.library.opcheck(_rotate.operator, (query, key, cos_sin.requires_grad_(), *others, False))
     gradients = [states(2, 3, 5, 16).to(dtype) for _ in range(2)]
     arguments = (*gradients, query.detach(), key.detach(), cos_sin.detach(), *others)
-    torch.library.opcheck(rotate_planes_backward, [x if x is None else x.detach() for x in arguments])
+    torch.library.opcheck(rotate_backward, [x if x is None else x.detach() for x in arguments])
 
 
 @pytest.mark.parametrize("size", [None, 3, 8])
@@ -88,21 +88,19 @@ def test_a_query_by_itself(implementation, size, eigen, batch):
     if eigen and size != 8:
         pytest.skip("commuting generators of one block size")
     if eigen or size is None:
-        rotation, operator = PlaneRotation(rotations_of((batch, 3, 5, 8, 2), "planes").requires_grad_()), _rotate_planes
+        rotation = PlaneRotation(rotations_of((batch, 3, 5, 8, 2), "planes").requires_grad_())
         if eigen:
             generators = skew(torch.randn(3, 2, 28), 8).requires_grad_()
             rotation = rotation._replace(generators=generators, phases=torch.randn(batch, 3, 5, 2))
     else:
         rotation = BlockRotation(rotations_of((batch, 3, 5, 17 // size, size, size), "blocks").requires_grad_())
-        operator = _rotate_blocks
     query = states(2, 3, 5, 17, transposed=True).requires_grad_()
-    tensors = (
-        rotation[:1] if operator is _rotate_blocks else rotation[:1] + rotation[2:4]
-    )  # the operator takes no basis
+    # The operator takes no basis.
+    tensors = rotation[0], *(rotation[2:4] or (None, None))
     learned = [x for x in (query, *tensors) if x is not None and x.requires_grad]
     constant = [x if x is None else x.detach() for x in (query, query[:0], *tensors)]
     for arguments in ((query, query[:0], *tensors), constant):
-        torch.library.opcheck(operator.operator, (*arguments, False))
+        torch.library.opcheck(_rotate.operator, (*arguments, False))
     alone, none = rotation.rotate(query, query[:0])
     both, _ = rotation.rotate(query, torch.zeros_like(query))
     weights = torch.randn_like(alone)
@@ -256,10 +254,9 @@ def test_the_profiler_names_operators(tiny, implementation, encoding, block_size
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(pixels).logits.sum().backward()
     names = {event.key for event in profile.key_averages()}
-    applied = "planes" if encoding in FOLDABLE else "blocks"
-    expected = {f"hf_liere::rotate_{applied}"}
+    expected = {"hf_liere::rotate"}
     if ENCODINGS[encoding].learned:
-        expected |= {f"hf_liere::rotate_{applied}_backward"}
+        expected |= {"hf_liere::rotate_backward"}
     if encoding == "liere":
         computed = "quaternion" if block_size in CLOSED_FORMS else "block"
         expected |= {f"hf_liere::{computed}_rotations", f"hf_liere::{computed}_rotations_backward"}
