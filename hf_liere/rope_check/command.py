@@ -14,13 +14,13 @@ from ..auto import build_without_weights, load_checkpoint, model_types
 from ..errors import InputError, memory_shortage
 from ..storage.loading import DiffusersCheckpointError
 from ..storage.targets import new_directory
-from .diagnosis import ALARM, Diagnosis
+from .diagnosis import ALARM, Diagnosis, Vectors
 from .diffusion_models import find_diffusion_rotations
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
 from .reading import FoundRotation, find_rotations
 from .rotation import STYLE_NAMES, Rotation, make_states
-from .vectors import Vectors, check_file, read_vectors, write_vectors
+from .vectors import check_file, read_vectors, write_vectors
 
 
 BARS = "▁▂▃▄▅▆▇█"

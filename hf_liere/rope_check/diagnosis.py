@@ -51,19 +51,26 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Vectors:
     """
-    What an implementation computed.
+    One rotation at known positions, and what an implementation computed there.
 
     Attributes:
-        positions: (N, A).
-        states: `query` and `key`, (N, head_dim).
-        tensors: Some of [`TENSORS`], in their own types.
+        rotation: What computes the right results.
+        positions: (N, A), as the model passes them; for modules that read pixels, coordinates of an image's patches.
+        states: `query` and `key`, (N, head_dim), float64; empty if it is unknown which channels rotate.
+        tensors: Some of [`TENSORS`], in the types of the implementation.
     """
 
+    rotation: Rotation
     positions: torch.Tensor
     states: Mapping[str, torch.Tensor]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, torch.Tensor]:
+        """The tensors of the rotation in a file of test vectors, without its name: all that is given, and right."""
+        given = {"positions": self.positions, "frequencies": self.rotation.frequencies, **self.states}
+        return {**given, **self.rotation.compute(self.positions, self.states)}
 
     @cached_property
     def grids(self) -> dict[str, torch.dtype]:
@@ -134,11 +141,12 @@ def _planes_of_channels(rotation: Rotation) -> tuple[list[int], list[int]]:
     return planes, others
 
 
-def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None = None) -> Diagnosis:
+def diagnose(evidence: Vectors, others: Mapping[str, Rotation] | None = None) -> Diagnosis:
     """
     Compare what was computed with what is right, and name the fault, or the two faults, that explain a difference.
     `others` are the other rotations of the model, by name.
     """
+    rotation = evidence.rotation
     diagnosis = Diagnosis(rotation.name, [name for name in TENSORS if name in evidence.tensors])
     if not evidence.tensors:
         diagnosis.remarks.append(f"nothing to compare; accepted are {', '.join(TENSORS)}")
@@ -160,7 +168,7 @@ def diagnose(rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotati
         diagnosis.remarks.append(f"results rounded to {' and '.join(sorted(types))}: {FIXES['output type']}")
         diagnosis.is_right = True
         return diagnosis
-    diagnosis.explained, diagnosis.causes = _explain(rotation, evidence, others, _share(measured))
+    diagnosis.explained, diagnosis.causes = _explain(evidence, others, _share(measured))
     if diagnosis.causes and measured is None:
         diagnosis.remarks = []
     return diagnosis
@@ -180,13 +188,14 @@ def _describe_errors(diagnosis: Diagnosis, positions: torch.Tensor, measured: li
 
 
 def _explain(
-    rotation: Rotation, evidence: Evidence, others: Mapping[str, Rotation] | None, known: float
+    evidence: Vectors, others: Mapping[str, Rotation] | None, known: float
 ) -> tuple[float, list[tuple[Fault, ...]]]:
     """
     The faults that explain the evidence best, and the share of values that they explain: one, or two if no single one
     explains all; then the single one that explains most. A share `known` of the values needs no fault.
     """
-    singles = list(find_faults(rotation, _propose_thetas(rotation, evidence), others))
+    thetas = _propose_thetas(evidence.rotation, evidence)
+    singles = list(find_faults(evidence.rotation, thetas, others))
     single = _choose([(fault,) for fault in singles], evidence, known)
     if single[0] == 1:
         return single
@@ -209,7 +218,7 @@ def _share(measured: list[tuple[torch.Tensor, torch.Tensor]] | None) -> float:
 
 
 def _choose(
-    proposals: list[tuple[Fault, ...]], evidence: Evidence, known: float
+    proposals: list[tuple[Fault, ...]], evidence: Vectors, known: float
 ) -> tuple[float, list[tuple[Fault, ...]]]:
     """
     Those proposals that explain most values that need a fault, and no worse than the best one, without those of the
@@ -234,7 +243,7 @@ def _choose(
     return most, [faults for faults in chosen if faults not in fitted] or fitted[:1]
 
 
-def _propose_thetas(rotation: Rotation, evidence: Evidence) -> list[float]:
+def _propose_thetas(rotation: Rotation, evidence: Vectors) -> list[float]:
     """Bases near that of the angles that were found, rounder numbers first."""
     observed = None if rotation.law is None else estimate_frequencies(rotation, evidence)
     if rotation.law is None or observed is None:
@@ -254,7 +263,7 @@ def _propose_thetas(rotation: Rotation, evidence: Evidence) -> list[float]:
     return [base for base in bases if base > 1 and base != theta]
 
 
-def estimate_frequencies(rotation: Rotation, evidence: Evidence) -> torch.Tensor | None:
+def estimate_frequencies(rotation: Rotation, evidence: Vectors) -> torch.Tensor | None:
     """
     (planes,) angles found for each position, in radians, from the token nearest to zero; `None` if the tensors have
     other shapes.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..models.probing.coordinate_probe import TOKENS, frequency_buffers
 from ..models.probing.module_inspection import CACHES, cache_name, forward_arguments
-from .diagnosis import Diagnosis, Evidence, diagnose
+from .diagnosis import Diagnosis, Vectors, diagnose
 from .reading import CALL_ERRORS, FoundRotation
 from .rotation import choose_positions
 
@@ -80,7 +80,7 @@ def find_positions_of(found: FoundRotation) -> torch.Tensor:
 def _compare(found: FoundRotation, rope: nn.Module, dtype: torch.dtype, others: dict | None) -> Diagnosis:
     positions = find_positions_of(found)
     cos, sin = found.compute(found.image_size(GRID) if found.reads_pixels else positions, rope, dtype)  # 2 × (N, D)
-    return diagnose(found.rotation, Evidence(positions, {}, {"cos": cos, "sin": sin}), others)
+    return diagnose(Vectors(found.rotation, positions, {}, {"cos": cos, "sin": sin}), others)
 
 
 def _compare_images(found: FoundRotation) -> Iterator[str]:

@@ -9,8 +9,8 @@ transformers returns them, and `NAME/rotated_query` and `NAME/rotated_key`. Meta
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from ..errors import InputError
 from ..storage.targets import new_file
-from .diagnosis import TENSORS, Diagnosis, Evidence, diagnose
+from .diagnosis import TENSORS, Diagnosis, Vectors, diagnose
 from .rotation import STATES, STYLE_NAMES, Rotation
 
 
@@ -27,27 +27,6 @@ FORMAT, VERSION = "hf-liere-rope", "1"
 
 class VectorsError(InputError):
     """A file that cannot be compared; the message says what is accepted."""
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """
-    The right results of one rotation.
-
-    Attributes:
-        rotation: What computes them.
-        positions: (N, A), as the model passes them; for modules that read pixels, coordinates of an image's patches.
-        states: `query` and `key`, (N, head_dim), float64; empty if it is unknown which channels rotate.
-    """
-
-    rotation: Rotation
-    positions: torch.Tensor
-    states: Mapping[str, torch.Tensor]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the rotation in a file, without its name."""
-        given = {"positions": self.positions, "frequencies": self.rotation.frequencies, **self.states}
-        return {**given, **self.rotation.compute(self.positions, self.states)}
 
 
 def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors]) -> None:
@@ -59,7 +38,9 @@ def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors
         "rotations": json.dumps([part.rotation.describe() for part in vectors]),
     }
     tensors = {
-        f"{part.rotation.name}/{name}": value.contiguous() for part in vectors for name, value in part.tensors().items()
+        f"{part.rotation.name}/{name}": value.contiguous()
+        for part in vectors
+        for name, value in part.describe().items()
     }
     with new_file(path) as partial:
         save_file(tensors, partial, metadata)
@@ -138,7 +119,7 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
         unknown = [tensor for tensor in found if tensor.startswith("rotated") and not part.states]
         compared = {tensor: value.flatten(0, -2) for tensor, value in found.items() if tensor not in unknown}
         remarks = _unify_layout(part.rotation, compared)
-        diagnosis = diagnose(part.rotation, Evidence(part.positions, part.states, compared), others)
+        diagnosis = diagnose(replace(part, tensors=compared), others)
         diagnosis.remarks += remarks
         if unknown:
             diagnosis.remarks.append(f"not compared: {', '.join(unknown)} (which channels rotate is unknown)")

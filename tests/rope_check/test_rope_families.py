@@ -94,7 +94,7 @@ def test_healthy_families_raise_no_alarm_and_agree_with_their_vectors(models, tm
             assert max(near, default=0.0) < 1e-3, (label, near)
             # Other processes compute the vectors again from what the file describes.
             stored = vectors[part.rotation.name]
-            for tensor, value in stored.tensors().items():
+            for tensor, value in stored.describe().items():
                 assert torch.equal(tensors[f"{part.rotation.name}/{tensor}"], value), (label, tensor)
             assert stored.rotation.describe() == part.rotation.describe()
             if part.probe is not None:
