@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..models.probing.planes import STYLES, Pairs, Planes, channel_pairs
-from ..models.probing.trials import first_that_works
 from .float32_bits import nearest_float32, rounded_cos_sin
 from .isolation import TensorSizes, copy_module
 
@@ -62,26 +61,23 @@ def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> tuple[Plane
     # Neither its state nor its caches change, and nothing is drawn.
     own = copy_module(module, {})
     own = own.eval().cpu() if isinstance(own, nn.Module) else own
-    refused: list[NotARotation] = []
-
-    def measure(way: tuple[list[float], Reader]) -> tuple[Planes, bool] | DependsOnLength:
-        steps, read = way
+    reason: object = None
+    for steps, read in _propose_readers(own, sizes):
         try:
             return _measure(torch.tensor(steps), read, sizes, pairing)
         except DependsOnLength as error:
-            return error
+            reason = error
+            break
         except NotARotation as error:
             # Later ways to call it may take rotated states for a table.
-            refused.append(error)
-            raise
-
-    found: Any = first_that_works(measure, _propose_readers(own, sizes))
-    if isinstance(found, tuple):
-        return found
+            reason = reason or error
+        except Exception:
+            # With other arguments than those of its user, code of any kind fails in any way.
+            continue
     name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
     raise ValueError(
         f"The rotations of {name} with head_dim={sizes.head_dim} and {sizes.axes} axes were not found: "
-        f"{found or [*refused, 'it could not be called'][0]}. "
+        f"{reason or 'it could not be called'}. "
         "Accepted are (query, key, positions), (states, positions), (positions) and timm's get_embed; pass a function "
         "of the first kind around others, or frequencies and pairing."
     )
