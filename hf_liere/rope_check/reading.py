@@ -4,7 +4,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import InputError
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.attention_probe import Probe
-from ..models.probing.coordinate_probe import TOKENS, CoordinateProbe, find_positions, frequency_buffers, split_cos_sin
+from ..models.probing.coordinate_probe import TOKENS, CoordinateProbe, split_cos_sin
 from ..models.probing.module_inspection import takes
 from ..models.probing.planes import Pairs, Planes
 from ..models.probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
@@ -45,9 +45,8 @@ class FoundRotation:
         rope: Its rotary module, with values; the transformer itself in a model of diffusers, which is not called.
         layers: The attention modules that it serves, and whether each rotates; `None` where a call fails.
         remarks: What could not be found, or does not agree with the configuration.
-        options: Arguments that select the type of layers.
-        arguments: With which the module was called for a few tokens; only their form matters.
-        probe: The attention module that shows its pairs, or `None`.
+        probe: One of its attention modules, with the arguments of its rotary module for a few tokens, of which only the
+            form matters; the one that shows its pairs, if any does. `None` in a model of diffusers.
         differs: Whether the module's own frequencies differ from those of the configuration.
     """
 
@@ -55,9 +54,7 @@ class FoundRotation:
     rope: nn.Module
     layers: dict[str, bool | None]
     remarks: list[str]
-    options: dict[str, Any] = field(default_factory=dict)
-    arguments: tuple = ()
-    probe: Probe | None = None
+    probe: Any = None
     differs: bool = False
 
     @property
@@ -68,16 +65,16 @@ class FoundRotation:
     def compute(self, place: Place, rope: nn.Module, dtype: torch.dtype = torch.float32) -> CosSin:
         """(N, D) cos and sin of the module's copy `rope` at a place, for states of a type."""
         if isinstance(place, torch.Tensor):
-            states, like = self.arguments
+            states, like = self.probe.arguments
             arguments = [states.to(dtype), _shape_as(place, like)]
         else:
             arguments = [torch.zeros(1, 3, *place, dtype=dtype)]
-        cos, sin = split_cos_sin(type(rope).forward(rope, *arguments, **self.options))
+        cos, sin = split_cos_sin(type(rope).forward(rope, *arguments, **self.probe.options))
         return cos.flatten(0, -2), sin.flatten(0, -2)
 
     def coordinates_of_image(self, size: tuple[int, int]) -> torch.Tensor:
         """(N, A), float64, of an image."""
-        found = CoordinateProbe(self.rope)(torch.zeros(1, 3, *size), **self.options)  # (…, N, D)
+        found = CoordinateProbe(self.rope)(torch.zeros(1, 3, *size), **self.probe.options)  # (…, N, D)
         planes = self.rotation.planes
         columns = [self.rotation.columns[planes.axes.index(axis)] for axis in range(planes.num_axes)]
         return found.flatten(0, -2)[:, columns].double()
@@ -118,9 +115,7 @@ def find_rotations(model: nn.Module) -> tuple[list[FoundRotation], list[str]]:
     def refuse(reason: str) -> None:
         reasons.setdefault(re.sub(r"\d+", "", reason), reason)
 
-    modules = dict(model.named_modules())
-    ropes = [name for name, module in modules.items() if name and frequency_buffers(module)]
-    for target in group_ropes(modules, ropes):
+    for target in group_ropes(dict(model.named_modules())):
         try:
             (tower,) = find_rope_towers(model, target)
         except CALL_ERRORS as error:
@@ -153,24 +148,21 @@ def _group_layers(
 
 
 def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: str, layers: list[int]) -> FoundRotation:
-    options = {} if layout.layer_type is None else {"layer_type": layout.layer_type}
-    with torch.device("cpu"), torch.no_grad():
-        arguments, coordinates = find_positions(rope, options, ValueError("its positions have an unknown form"))
-    axes, num_axes = _name_axes(layout, arguments, coordinates.flatten(0, -2))
+    probe, pairs, head_dim, rotating = _examine_layers(tower, layers)
+    axes, num_axes = _name_axes(layout, probe.arguments, probe.coordinates.flatten(0, -2))
     buffer = rope._buffers[layout.buffer].detach().double().flatten()  # (frequencies,)
     if buffer.isnan().any():
         raise ValueError("a model without weights does not compute its frequencies; --weights loads them")
     config = getattr(rope, "config", None)
     law, places, differs, remarks = _choose_spectrum(config, layout, buffer)
-    indices = tuple(places[layout.frequencies[channel]] for channel in layout.first_channels())
+    indices = tuple(places[frequency] for frequency in layout.frequencies)
     spectrum, factor = (buffer, layout.factor) if law is None else compute_spectrum(law)
-    plane_axes = [axes[axis] for axis in layout.axes_of_planes]
-    probe, pairs, head_dim, rotating = _examine_layers(tower, layers)
+    plane_axes = [axes[axis] for axis in layout.axes]
     if tower.others:
         remarks.append("which attention modules use it is decided when the model runs")
     elif not any(state is not False for state in rotating.values()):
         remarks.append("no layer rotates by it")
-    elif probe is None:
+    elif pairs is None:
         remarks.append("which channels attention rotates is unknown: it cannot be called alone, or moves channels")
     rotation = Rotation(
         name=label,
@@ -181,7 +173,7 @@ def _read_layout(tower: RopeTower, rope: nn.Module, layout: RopeLayout, label: s
         frequency_of_plane=indices,
         longest=_find_longest(config, law, num_axes),
     )
-    return FoundRotation(rotation, rope, rotating, remarks, options, arguments, probe, differs)
+    return FoundRotation(rotation, rope, rotating, remarks, probe, differs)
 
 
 def _name_axes(layout: RopeLayout, arguments: tuple, coordinates: torch.Tensor) -> tuple[list[int], int]:
@@ -193,7 +185,7 @@ def _name_axes(layout: RopeLayout, arguments: tuple, coordinates: torch.Tensor) 
     columns = (given.reshape(-1, TOKENS).T if by_axis else given.reshape(TOKENS, -1)).float()  # (N, A)
     found = []
     for axis in range(layout.num_axes):
-        values = coordinates[:, layout.axes.index(axis)]  # (N,)
+        values = coordinates[:, layout.channels[layout.axes.index(axis)]]  # (N,)
         same = (columns == values[:, None]).all(0)  # (A,)
         if not same.any():
             raise ValueError("it multiplies frequencies with something else than positions")
@@ -246,9 +238,9 @@ def _find_longest(config: object, law: dict | None, num_axes: int) -> int:
 
 def _examine_layers(
     tower: RopeTower, layers: list[int]
-) -> tuple[Probe | None, Pairs | None, int | None, dict[str, bool | None]]:
+) -> tuple[Probe, Pairs | None, int | None, dict[str, bool | None]]:
     """The probe, pairs and width of a head of the first of these layers that shows them; whether each layer rotates."""
-    shown: tuple[Probe | None, Pairs | None, int | None] = None, None, None
+    shown: tuple[Probe, Pairs | None, int | None] = Probe.of(tower, layers[0]), None, None
     rotating: dict[str, bool | None] = {}
     known: dict[tuple, bool | None] = {}
     for layer in layers:
@@ -258,7 +250,7 @@ def _examine_layers(
             probe = Probe.of(tower, layer)
             try:
                 known[kind] = rotates(probe)
-                if known[kind] and shown[0] is None:
+                if known[kind] and shown[1] is None:
                     (query, _), _ = probe.rotate_quarter()
                     shown = probe, find_pairs(probe), query.shape[-1]
             except CALL_ERRORS:

@@ -66,7 +66,9 @@ def check_attention(found):
         cos, sin = split_cos_sin(type(found.rope).forward(found.rope, *probe.arguments, **probe.options))
         one, zero = torch.ones_like(cos), torch.zeros_like(cos)
         # Norms after the rotation are left out.
-        plain, rotated = (probe.capture(*angle, None, probe.later_modules) for angle in ((one, zero), (cos, sin)))
+        plain, rotated = (
+            probe.capture(probe.join(*angle), None, probe.later_modules) for angle in ((one, zero), (cos, sin))
+        )
     states = dict(zip(("query", "key"), (state[0, 0] for state in plain)))  # (N, head_dim) each
     wanted = found.rotation.compute(places(found, probe.arguments), states)
     for name, state in zip(("query", "key"), rotated):
@@ -97,7 +99,7 @@ def test_healthy_families_raise_no_alarm_and_agree_with_their_vectors(models, tm
             for tensor, value in stored.describe().items():
                 assert torch.equal(tensors[f"{part.rotation.name}/{tensor}"], value), (label, tensor)
             assert stored.rotation.describe() == part.rotation.describe()
-            if part.probe is not None:
+            if part.rotation.planes.pairs is not None:
                 check_attention(part)
                 checked += 1
     assert checked >= 45

@@ -3,14 +3,10 @@ Numbers that travel from a rotary module to attention. They are behind the chann
 with cos (windows, slices of tokens, copies for recomputation or another device) is done with them.
 """
 
-from typing import TypeAlias
-
 import torch
 from torch import nn
 
-
-# (…, N, D) cos and sin, or cos + i sin.
-Turn: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+from ..probing.coordinate_probe import Turn
 
 
 def carry(turn: Turn, numbers: torch.Tensor, is_joined: bool = False) -> Turn:

@@ -14,14 +14,13 @@ from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..encoding.starting_values import order_planes, start_at
 from ..fast.dispatch import product_dtype
 from ..probing.attention_probe import Probe
-from ..probing.coordinate_probe import frequency_buffers
+from ..probing.coordinate_probe import Turn, frequency_buffers
 from ..probing.planes import Planes
 from ..probing.rope_layout import RopeTower
 from ..probing.rope_pairs import find_pairs
 from ..probing.state_makers import RotatedChannels, find_makers
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
-from .carrying import Turn
 from .pretrained_rope import PretrainedRope
 from .tower_patch import PRETRAINED
 
@@ -59,9 +58,7 @@ class PretrainedBlocks(PretrainedRope):
         # Of queries and keys.
         heads = {layer: tuple(count for maker in found[layer] for count in maker.heads) for layer in layers}
         self.orders: dict[str, tuple[int, ...]] = {}
-        for name, members in self.group_layers(
-            "rotary", lambda layer: (heads[layer], tower.layouts[layer].axes_of_planes)
-        ):
+        for name, members in self.group_layers("rotary", lambda layer: (heads[layer], tower.layouts[layer].axes)):
             layout = tower.layouts[members[0]]
             query_heads, key_heads = heads[members[0]]
             rotary = LieRotaryEmbedding(
@@ -78,7 +75,7 @@ class PretrainedBlocks(PretrainedRope):
                 relative_axis=config.relative_axis,
             )
             self.orders[name] = order_planes(
-                list(layout.axes_of_planes), config.position_encoding, rotary.encoding.block_size, tower.label
+                list(layout.axes), config.position_encoding, rotary.encoding.block_size, tower.label
             )
             self.add_module(name, rotary)
         self.makers: dict[int, dict[str, dict[int | None, int]]] = {layer: {} for layer in found}
@@ -105,7 +102,7 @@ class PretrainedBlocks(PretrainedRope):
         """Those that a layer of the pretrained model turns."""
         planes = self.layouts[self.layout_of_layer[layer]]
         speeds = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))  # (planes,)
-        return Planes.from_pairing(speeds, planes.layout.axes_of_planes, "adjacent", planes.layout.num_axes)
+        return Planes.from_pairing(speeds, planes.layout.axes, "adjacent", planes.layout.num_axes)
 
     def forward(
         self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor

@@ -18,12 +18,12 @@ from torch import nn
 
 from ..encoding.kinds import encoding_of
 from ..probing.attention_probe import Probe
-from ..probing.coordinate_probe import changes_frequencies, read_frequencies, split_cos_sin
+from ..probing.coordinate_probe import Turn, changes_frequencies, read_frequencies
 from ..probing.module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
 from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.pose_arguments import find_attention
-from .carrying import Turn, carry, keep_joined, take_off
+from .carrying import carry, keep_joined, take_off
 from .pretrained_rope import PretrainedRope
 from .tower_patch import PLANS, PRETRAINED, AttentionPass, TowerPatch, TowerPlan, detach
 
@@ -158,17 +158,17 @@ def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope)
     tower = planned.tower
     for layer in {encoding.rows[layer][0]: layer for layer in reversed(encoding.layers)}.values():
         probe = Probe.of(tower, layer)
-        if probe.is_meta:
+        if probe.filled is not probe.attention:
             # A model that is constructed before its weights are loaded was checked when it was patched.
             return
         with torch.no_grad():
             layout = encoding.layout_of_layer[layer]
             coordinates, angles = encoding.measure(layout, tower.rope(layer), *probe.arguments, **probe.options)
-            turn = encoding.layouts[layout](angles, probe.join(*probe.quarter[0]))
-            before = probe.capture(*split_cos_sin(turn))
+            turn = encoding.layouts[layout](angles, probe.quarter[0])
+            before = probe.capture(turn)
             planned.attach(encoding)
             try:
-                after = probe.call(carry(turn, coordinates, encoding.has_prefix))
+                after = probe.capture(carry(turn, coordinates, encoding.has_prefix), is_patched=True)
             finally:
                 detach(tower.module)
         # Less than the angle of any wrong pair, and more than the rounding of half types.

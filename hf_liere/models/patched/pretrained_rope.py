@@ -12,11 +12,10 @@ from transformers import initialization as init
 
 from ..encoding.kinds import ENCODINGS
 from ..encoding.traits import MixedTraits
-from ..probing.coordinate_probe import CoordinateProbe, read_frequencies
+from ..probing.coordinate_probe import CoordinateProbe, Turn, read_frequencies
 from ..probing.module_inspection import find_indexers
 from ..probing.rope_layout import RopeLayout, RopeTower
 from ..rotation.learned_rotations import LearnedRotations
-from .carrying import Turn
 from .tower_patch import PRETRAINED
 
 
@@ -33,12 +32,13 @@ class RopePlanes(nn.Module):
 
     def reset_parameters(self) -> None:
         """Fill the buffers again, after a construction without values."""
-        layout, first = self.layout, self.layout.first_channels()
+        layout, first = self.layout, self.layout.channels
         device = "cpu" if self.channels.is_meta else self.channels.device
-        self.frequencies = torch.tensor([layout.frequencies[channel] for channel in first], device=device)  # (planes,)
+        self.frequencies = torch.tensor(layout.frequencies, device=device)  # (planes,)
         self.channels = torch.tensor(layout.planes, device=device)  # (D,)
         self.first_channels = torch.tensor(first, device=device)  # (planes,)
-        self.axis_channels = torch.tensor([layout.axes.index(a) for a in range(layout.num_axes)], device=device)  # (A,)
+        of_axes = [first[layout.axes.index(axis)] for axis in range(layout.num_axes)]
+        self.axis_channels = torch.tensor(of_axes, device=device)  # (A,)
 
     def read_frequencies(self, rope: nn.Module) -> torch.Tensor:
         """(planes,) pretrained frequencies, in float32 as rotary modules read them, or float64."""

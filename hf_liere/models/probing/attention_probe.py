@@ -3,11 +3,11 @@ Attention modules called alone, for a few tokens and with known cos and sin, to 
 compute attention with.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import AttentionInterface
 
-from .coordinate_probe import find_positions
+from .coordinate_probe import Turn, find_positions
 from .module_inspection import View, device_of, find_indexers, forward_arguments, is_rotation, required_arguments, takes
 from .rope_layout import RopeTower
 from .trials import first_that_works
@@ -38,13 +38,28 @@ AttentionInterface.register(CAPTURE_ATTENTION, capture_states)
 
 
 class CaptureFunction(TorchFunctionMode):
-    """The same for attention modules that call PyTorch's function themselves."""
+    """
+    The same for attention modules that call PyTorch's function themselves. Projections, which take most of the time,
+    compute the output of every input once: `memory` contains weight, input and output.
+    """
+
+    def __init__(self, memory: list[tuple[weakref.ref, torch.Tensor, torch.Tensor]]):
+        super().__init__()
+        self.memory = memory
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is nn.functional.scaled_dot_product_attention:
             given = (*args, *(kwargs or {}).values())
             raise CapturedStates(given[0].float().cpu(), given[1].float().cpu())  # 2 × (B, H, N, head_dim)
-        return function(*args, **(kwargs or {}))
+        if function is not nn.functional.linear or kwargs:
+            return function(*args, **(kwargs or {}))
+        states, projection, *_ = args
+        for weight, known, output in self.memory:
+            if weight() is projection and known.shape == states.shape and torch.equal(known, states):
+                return output.clone()
+        output = function(*args)
+        self.memory.append((weakref.ref(projection), states.detach().clone(), output.detach().clone()))
+        return output
 
 
 # Called with the name of a module, and as a forward hook: returns another output, or `None`.
@@ -58,19 +73,19 @@ class Probe:
 
     Attributes:
         form: In which form it takes tokens, as soon as that is known.
-        memory: By name of a projection inside, its inputs and outputs.
+        memory: Of [`CaptureFunction`].
     """
 
     tower: RopeTower
     layer: int
     form: "Form | None" = None
-    memory: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    memory: list[tuple[weakref.ref, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self):
         tower, layer = self.tower, self.layer
         self.name, self.attention = tower.attentions[layer]
         self.layout, self.inner_rope = tower.layouts[layer], tower.inner_rope(layer)
-        self.options = {} if self.layout.layer_type is None else {"layer_type": self.layout.layer_type}
+        self.options = self.layout.options
         refusal = self.make_error("has unknown positions")
         with torch.device("cpu"):
             self.arguments, self.coordinates = find_positions(tower.rope(layer), self.options, refusal)  # (…, N, D)
@@ -93,33 +108,31 @@ class Probe:
         return fill_values(self.attention)
 
     @property
-    def is_meta(self) -> bool:
-        return any(tensor.is_meta for tensor in (*self.attention.parameters(), *self.attention.buffers()))
-
-    @property
-    def quarter(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(…, N, D) cos and sin of an angle of zero, and of one of π/2."""
+    def quarter(self) -> list[Turn]:
+        """What attention takes as `position_embeddings` for an angle of zero, and for one of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
-        return [(ones, zeros), (zeros, ones)]
+        return [self.join(ones, zeros), self.join(zeros, ones)]
 
-    def join(self, cos: torch.Tensor, sin: torch.Tensor):
-        """What attention takes as `position_embeddings`, in the type of its weights."""
+    def join(self, cos: torch.Tensor, sin: torch.Tensor) -> Turn:
+        """What attention takes as `position_embeddings` for (…, N, D) cos and sin, in the type of its weights."""
         dtype = _weight_type(self.attention)
         return torch.complex(cos, sin) if self.layout.is_complex else (cos.to(dtype), sin.to(dtype))
 
     def capture(
         self,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        turn: Turn,
         shared: "SharedStates | None" = None,
         replace: "Replacement | None" = None,
+        is_patched: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Query and key, (B, H, N, head_dim) in float32 on the CPU, that attention computes with.
 
         Args:
+            turn: What it takes as `position_embeddings`, and what a rotary module inside returns.
             shared: Keys of other attention modules; `None` computes those that this one reads.
             replace: Returns other outputs of the modules inside.
+            is_patched: Whether a rotary module inside returns its own output instead.
 
         Raises:
             ValueError: if the attention module cannot be called alone.
@@ -127,47 +140,31 @@ class Probe:
         if shared is None:
             shared = SharedStates()
             if self.layer in self.tower.sources:
-                Probe.of(self.tower, self.tower.sources[self.layer]).capture(cos, sin, shared)
-        return self.call(self.join(cos, sin), shared, replace, cos_sin=True)
-
-    def call(
-        self,
-        position_embeddings,
-        shared: "SharedStates | None" = None,
-        replace: "Replacement | None" = None,
-        cos_sin: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        As `capture`, with anything that attention takes as `position_embeddings`.
-
-        Args:
-            cos_sin: Whether a rotary module inside returns `position_embeddings`, not its own output.
-        """
-        given = position_embeddings, shared, cos_sin
+                Probe.of(self.tower, self.tower.sources[self.layer]).capture(turn, shared)
         if self.form is None:
             # Trials that fail would confuse what replaces outputs.
             forms = propose_forms(self.attention, self.coordinates)
-            self.form = first_that_works(lambda form: self._call(form, *given) and form, forms)
-        captured = first_that_works(lambda form: self._call(form, *given, replace), filter(None, [self.form]))
+            self.form = first_that_works(lambda form: self._call(form, turn, shared, None, is_patched) and form, forms)
+        forms = filter(None, [self.form])
+        captured = first_that_works(lambda form: self._call(form, turn, shared, replace, is_patched), forms)
         if captured is None:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
         return captured
 
     def _call(
-        self, form: "Form", position_embeddings, shared, cos_sin: bool, replace: "Replacement | None" = None
+        self, form: "Form", turn: Turn, shared: "SharedStates", replace: "Replacement | None", is_patched: bool
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Query and key that attention computes with for a few tokens, if it does; raises what it raises."""
-        handles, attention = [], self.filled if self.is_meta else self.attention
+        handles, attention = [], self.filled
         if replace is not None:
             for name, module in attention.named_modules():
                 if name and name != self.inner_rope:
                     handles.append(module.register_forward_hook(partial(replace, name)))
-        if self.inner_rope and cos_sin:
+        if self.inner_rope and not is_patched:
             rope = attention.get_submodule(self.inner_rope)
-            handles.append(rope.register_forward_hook(lambda module, args, output: _like(position_embeddings, output)))
+            handles.append(rope.register_forward_hook(lambda module, args, output: _like(turn, output)))
         try:
-            with _remember(attention, self.memory):
-                self.call_module(form, attention, position_embeddings, shared)
+            self.call_module(form, attention, turn, shared)
         except CapturedStates as captured:
             query, key = captured.args
             # Others take dimensions of tokens for those of samples.
@@ -178,14 +175,12 @@ class Probe:
                 handle.remove()
         return None
 
-    def call_module(self, form: "Form", module: nn.Module, position_embeddings, shared: "SharedStates | None" = None):
+    def call_module(self, form: "Form", module: nn.Module, turn: Turn, shared: "SharedStates | None" = None):
         """What an attention module, or one around it, returns for a few tokens. Raises what it raises."""
         tokens = self.coordinates.shape[-2]
         device, dtype = device_of(module), _weight_type(module)
-        is_joined = isinstance(position_embeddings, torch.Tensor)
-        parts = [x.to(device) for x in ([position_embeddings] if is_joined else position_embeddings)]
+        turn = turn.to(device) if isinstance(turn, torch.Tensor) else tuple(x.to(device) for x in turn)
         known = {
-            "position_embeddings": parts[0] if is_joined else tuple(parts),
             "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),  # (2,)
             "position_ids": self.arguments[-1].to(device),  # (…, N) or (…, N, A)
             "shared_kv_states": SharedStates() if shared is None else shared,
@@ -195,8 +190,8 @@ class Probe:
         if find_indexers(module):
             known["attention_mask"] = torch.zeros(1, 1, tokens, tokens, device=device)
         # Some modules take cos and sin of keys too.
-        rotations = {name: known["position_embeddings"] for name in forward_arguments(module) if is_rotation(name)}
-        options = {name: value for name, value in known.items() if takes(module, name)} | rotations
+        options: dict[str, Any] = {name: turn for name in forward_arguments(module) if is_rotation(name)}
+        options |= {name: value for name, value in known.items() if takes(module, name)}
         options |= {form.counter: 1} if form.counter else {}
         # Attention modules may make tensors, and the default device is meta during construction.
         with device:
@@ -213,7 +208,7 @@ class Probe:
                 return module(states, **options)
             module.config = View(config, _attn_implementation=form.implementation)
             try:
-                with CaptureFunction():
+                with CaptureFunction(self.memory):
                     return module(states, **options)
             finally:
                 module.config = config
@@ -225,10 +220,10 @@ class Probe:
             return True
         if not takes(self.attention, "key"):
             return False
-        self.capture(*self.quarter[0])
+        self.capture(self.quarter[0])
         assert self.form is not None
         try:
-            Probe(self.tower, self.layer, dataclasses.replace(self.form, key_repeats=2)).capture(*self.quarter[0])
+            Probe(self.tower, self.layer, dataclasses.replace(self.form, key_repeats=2)).capture(self.quarter[0])
         except ValueError:
             return False
         return True
@@ -238,7 +233,7 @@ class Probe:
         self, replace: "Replacement | None" = None
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
-        (q, k), (rq, rk) = (self.capture(*angle, None, replace) for angle in self.quarter)
+        (q, k), (rq, rk) = (self.capture(turn, None, replace) for turn in self.quarter)
         return (q.flatten(0, -2), k.flatten(0, -2)), (rq.flatten(0, -2), rk.flatten(0, -2))
 
     @functools.cached_property
@@ -246,46 +241,18 @@ class Probe:
     def later_modules(self) -> "Replacement":
         """What replaces modules that get queries or keys after their rotation (norms): they return what they get."""
         recorded: list[dict[str, list[torch.Tensor]]] = []
-        for angle in self.quarter:
+        for turn in self.quarter:
             outputs: dict[str, list[torch.Tensor]] = {}
 
             def record(name, module, args, output, outputs=outputs):
                 if isinstance(output, torch.Tensor) and output.is_floating_point():
                     outputs.setdefault(name, []).append(output.float().cpu())
 
-            self.capture(*angle, None, record)
+            self.capture(turn, None, record)
             recorded.append(outputs)
         plain, rotated = recorded
         later = {name for name in plain if any(not torch.equal(*pair) for pair in zip(plain[name], rotated[name]))}
         return lambda name, module, args, output: args[0] if name in later else None
-
-
-@contextlib.contextmanager
-def _remember(attention: nn.Module, memory: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]) -> Iterator[None]:
-    """Projections, which take most of the time, compute the outputs of every input once."""
-    changed: list[tuple[nn.Module, dict]] = []
-
-    def recall(name, forward, *args, **kwargs):
-        if kwargs or len(args) != 1:
-            return forward(*args, **kwargs)
-        for known, output in memory.setdefault(name, []):
-            if known.shape == args[0].shape and torch.equal(known, args[0]):
-                return output.clone()
-        output = forward(*args)
-        memory[name].append((args[0].detach().clone(), output.detach().clone()))
-        return output
-
-    for name, module in attention.named_modules():
-        if name and hasattr(module, "in_features"):
-            own = {"forward": vars(module)["forward"]} if "forward" in vars(module) else {}
-            changed.append((module, own))
-            module.forward = partial(recall, name, module.forward)
-    try:
-        yield
-    finally:
-        for module, own in changed:
-            del module.forward
-            vars(module).update(own)
 
 
 class SharedStates(UserDict):
@@ -316,9 +283,13 @@ class SharedStates(UserDict):
         return self
 
 
-def fill_values(attention: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device with values, distinct in every row of a weight, that take little memory."""
-    copied = copy.deepcopy(attention)
+def fill_values(module: nn.Module) -> nn.Module:
+    """
+    A module, if it has values; else a copy with some, distinct in every row of a weight, that take little memory.
+    """
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return module
+    copied = copy.deepcopy(module)
     for module in copied.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -331,11 +302,9 @@ def fill_values(attention: nn.Module) -> nn.Module:
     return copied
 
 
-def _like(position_embeddings, output):
+def _like(turn, output):
     """cos and sin of the dtype and on the device of those that a rotary module returned."""
-    if isinstance(output, torch.Tensor):
-        return position_embeddings.to(output)
-    return tuple(x.to(y) for x, y in zip(position_embeddings, output))
+    return turn.to(output) if isinstance(output, torch.Tensor) else tuple(x.to(y) for x, y in zip(turn, output))
 
 
 def _weight_type(module: nn.Module) -> torch.dtype:

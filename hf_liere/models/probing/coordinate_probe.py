@@ -6,6 +6,7 @@ copy with other frequencies shows the coordinates that a rotary module multiplie
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ UNIT = 2.0**-60
 # The α of LeRoPE, whose planes rotate with ω exp(α): a parameter, and before transformers 5.24 a buffer.
 LOG_FACTORS = "alpha"
 TOKENS = 7
+
+# (…, N, D) cos and sin, or cos + i sin.
+Turn: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 
 
 class CoordinateProbe(nn.Module):
@@ -99,7 +103,7 @@ def changes_frequencies(rope_type) -> bool:
     return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
 
 
-def split_cos_sin(output) -> tuple[torch.Tensor, torch.Tensor]:
+def split_cos_sin(output: Turn) -> tuple[torch.Tensor, torch.Tensor]:
     """(…, N, D) cos and sin that a rotary module returns, also as complex numbers cos + i sin."""
     if isinstance(output, torch.Tensor):
         return output.real, output.imag

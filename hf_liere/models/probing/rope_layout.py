@@ -41,9 +41,9 @@ class RopeLayout:
         rope_name: Name of the rotary module inside its [`RopeTower`].
         buffer: Name of the buffer with the frequencies.
         layer_type: Argument that selects this type of layers, or `None` where there is only one.
-        frequencies: For every channel, the index f of its frequency in the buffer.
-        axes: For every channel, its axis a, numbered as they appear.
         planes: For every channel, its plane: the channels with the same frequency and axis.
+        frequencies: For every plane, the index f of its frequency in the buffer.
+        axes: For every plane, its axis a, numbered as they appear.
         factor: By which cos and sin are multiplied (YaRN's attention scaling).
         is_complex: Whether the rotary module returns cos + i sin, not cos and sin.
         is_transposed: Whether these lie in memory channel by channel, by which some processors round products.
@@ -52,12 +52,17 @@ class RopeLayout:
     rope_name: str
     buffer: str
     layer_type: str | None
+    planes: tuple[int, ...]
     frequencies: tuple[int, ...]
     axes: tuple[int, ...]
-    planes: tuple[int, ...]
     factor: float
     is_complex: bool
     is_transposed: bool
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Arguments that select the type of layers."""
+        return {} if self.layer_type is None else {"layer_type": self.layer_type}
 
     @property
     def num_axes(self) -> int:
@@ -65,13 +70,10 @@ class RopeLayout:
 
     @property
     def num_planes(self) -> int:
-        return max(self.planes) + 1
+        return len(self.axes)
 
     @property
-    def axes_of_planes(self) -> tuple[int, ...]:
-        return tuple(self.axes[channel] for channel in self.first_channels())
-
-    def first_channels(self) -> list[int]:
+    def channels(self) -> list[int]:
         """The first channel of every plane."""
         return [self.planes.index(plane) for plane in range(self.num_planes)]
 
@@ -124,14 +126,13 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
         ValueError: if there is none, or its frequencies cannot be learned; the message names the module.
     """
     modules = dict(model.named_modules())
-    ropes = [name for name, module in modules.items() if name and frequency_buffers(module)]
-    if not ropes:
+    towers = group_ropes(modules)
+    if not towers:
         raise ValueError(
             f"{type(model).__name__} has no module with frequencies (inv_freq) to compute rotations from, so "
             "rotary_init='pretrained' has nothing to start from; pass rotary_init='zeros' for models of images that do "
             "not rotate."
         )
-    towers = group_ropes(modules, ropes)
     if target is not None and target not in towers:
         raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(towers)}.")
     served = _find_served(modules, towers)
@@ -141,13 +142,13 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     return [_make_tower(modules, tower, sum(towers[tower].values(), []), served[tower]) for tower in chosen]
 
 
-def group_ropes(modules: dict[str, nn.Module], ropes: list[str]) -> dict[str, dict[str, list[str]]]:
+def group_ropes(modules: dict[str, nn.Module]) -> dict[str, dict[str, list[str]]]:
     """
     By name of a tower, and then of each module around rotary modules, the names of these. Where every layer of a stack
     has a rotary module, the module around the stack is the tower.
     """
     around: dict[str, list[str]] = {}
-    for name in ropes:
+    for name in [name for name, module in modules.items() if name and frequency_buffers(module)]:
         around.setdefault(_skip_containers(modules, name.rpartition(".")[0]), []).append(name)
     users = _find_users(modules)
     stacks: dict[tuple[str, bool], list[str]] = {}
@@ -378,12 +379,12 @@ def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type
         # The operations are the same, but a processor may round differently at the end of a row.
         if any((x - y).abs().max() > 1e-6 for x, y in zip((found_cos, found_sin), expected)):
             raise refusal
-    axes = _number_groups([tuple(column) for column in coordinates.T.tolist()])
-    planes = _number_groups(list(zip(axes, numbers.tolist())))
+    channels = list(zip(_number_groups([tuple(column) for column in coordinates.T.tolist()]), numbers.tolist()))
+    axes, frequencies = zip(*dict.fromkeys(channels))
     is_complex = isinstance(output, torch.Tensor)
     is_transposed = is_complex and output.stride(-1) > output.stride(-2)
-    numbers = tuple(numbers.tolist())
-    return RopeLayout(inner_name, buffer, layer_type, numbers, axes, planes, factor, is_complex, is_transposed)
+    what = inner_name, buffer, layer_type, _number_groups(channels)
+    return RopeLayout(*what, frequencies, axes, factor, is_complex, is_transposed)
 
 
 def _count_from(start: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -38,7 +38,7 @@ def find_pairs(probe: Probe) -> Pairs:
         zeros, planes = torch.zeros(probe.coordinates.shape), torch.tensor(probe.layout.planes)  # (N, D), (D,)
         # sin = 1 + digit: 2 × (B, H, N, head_dim), each channel multiplied by the digit of its plane
         parts = (planes % DIGIT, planes // DIGIT)
-        digits = [probe.capture(zeros, zeros + part + 1, None, replace)[0] for part in parts]
+        digits = [probe.capture(probe.join(zeros, zeros + part + 1), None, replace)[0] for part in parts]
         scale = rotated.square().sum(0).clamp_min(1e-30)  # (head_dim,)
         # (head_dim,) each
         low, high = (((x.flatten(0, -2) * rotated).sum(0) / scale).round().long() - 1 for x in digits)
@@ -69,7 +69,7 @@ def find_key_sources(tower: RopeTower) -> dict[int, int]:
         if takes(attention, "shared_kv_states"):
             shared.layer, probe = layer, Probe.of(tower, layer)
             try:
-                probe.capture(*probe.quarter[0], shared)
+                probe.capture(probe.quarter[0], shared)
             except ValueError as error:
                 known = layer in shared.sources
                 raise ValueError(
@@ -81,18 +81,13 @@ def find_key_sources(tower: RopeTower) -> dict[int, int]:
     return shared.sources
 
 
-class WatchedPair(tuple):
-    """A pair of cos and sin that records whether it was read."""
+class UnreadPair(tuple):
+    """A pair of cos and sin that raises where it is read."""
 
-    is_read = False
+    def __iter__(self, *_):
+        raise RuntimeError("Cos and sin are read.")
 
-    def __iter__(self):
-        self.is_read = True
-        return super().__iter__()
-
-    def __getitem__(self, index):
-        self.is_read = True
-        return super().__getitem__(index)
+    __getitem__ = __iter__
 
 
 class PassThrough(nn.Module):
@@ -101,11 +96,11 @@ class PassThrough(nn.Module):
 
     Attributes:
         original: The module, whose attributes it has.
-        calls: The arguments of every call by name.
+        calls: For every call, whether it passed cos and sin.
     """
 
     original: nn.Module
-    calls: list[dict]
+    calls: list[bool]
 
     def __init__(self, original: nn.Module):
         super().__init__()
@@ -116,12 +111,18 @@ class PassThrough(nn.Module):
         return getattr(vars(self)["original"], name)
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
-        self.calls.append({**dict(zip(forward_arguments(self.original), args)), **kwargs})
+        self.calls.append(passes_rotation(self.original, args, kwargs))
         given = (*args, *kwargs.values())
         for pair in given:
-            if isinstance(pair, WatchedPair):
-                pair.is_read = True
+            if isinstance(pair, UnreadPair):
+                iter(pair)
         return next(value for value in given if isinstance(value, torch.Tensor))
+
+
+def passes_rotation(module: nn.Module, args: tuple, kwargs: dict) -> bool:
+    """Whether these arguments of a module contain cos and sin."""
+    given = {**dict(zip(forward_arguments(module), args)), **kwargs}
+    return any(is_rotation(name) and value is not None for name, value in given.items())
 
 
 def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> list[int]:
@@ -193,17 +194,16 @@ def rotates(probe: Probe) -> bool:
 
 def _changes_outputs(probe: Probe) -> bool | None:
     """Whether other cos and sin change the output of attention that no interface computes; `None` if it fails."""
-    attention = probe.filled if probe.is_meta else probe.attention
 
     def compare(form: Form) -> bool:
         outputs = []
-        for angle in probe.quarter:
-            output = probe.call_module(form, attention, probe.join(*angle))
+        for turn in probe.quarter:
+            output = probe.call_module(form, probe.filled, turn)
             output = output if isinstance(output, (tuple, list)) else (output,)
             outputs.append([value for value in output if isinstance(value, torch.Tensor)])
         return not all(torch.equal(plain, rotated) for plain, rotated in zip(*outputs))
 
-    return first_that_works(compare, propose_forms(attention, probe.coordinates))
+    return first_that_works(compare, propose_forms(probe.attention, probe.coordinates))
 
 
 def _reads_nothing(probe: Probe) -> bool:
@@ -211,10 +211,8 @@ def _reads_nothing(probe: Probe) -> bool:
     Whether a module does not read cos and sin, as a layer around linear attention. The modules inside pass their input
     through here, because some run on a GPU alone; where the module does not get along with that, the answer is no.
     """
-    copied = copy.copy(probe.attention)
-    modules = copied._modules.items()
-    vars(copied)["_modules"] = {name: module and PassThrough(module) for name, module in modules}
-    pair, parameters = WatchedPair(probe.quarter), forward_arguments(copied)
+    copied = _pass_through(probe.attention, "", [], {})
+    pair, parameters = UnreadPair(probe.quarter), forward_arguments(copied)
     states = torch.zeros(1, probe.coordinates.shape[-2], 8, device="cpu")  # (1, N, width)
     options: dict[str, Any] = dict.fromkeys(required_arguments(copied))
     options |= {name: pair for name in parameters if is_rotation(name)}
@@ -222,7 +220,7 @@ def _reads_nothing(probe: Probe) -> bool:
         type(copied).forward(copied, **{next(iter(parameters)): states, **options})
     except Exception:
         return False
-    return not pair.is_read
+    return True
 
 
 @torch.no_grad()
@@ -241,11 +239,7 @@ def _find_skipped(tower: RopeTower) -> set[int]:
     options |= {name: False for name in ("use_cache",) if name in parameters}
     with contextlib.suppress(Exception), torch.device("cpu"):
         type(copied).forward(copied, **options)
-    gets = {
-        path: any(is_rotation(name) and value is not None for call in layer.calls for name, value in call.items())
-        for path, layer in stand_ins.items()
-        if layer.calls and path in layers
-    }
+    gets = {path: any(layer.calls) for path, layer in stand_ins.items() if layer.calls and path in layers}
     return {index for index, path in enumerate(layers) if any(gets.values()) and gets.get(path) is False}
 
 
@@ -263,9 +257,10 @@ def _pass_through(module: nn.Module, path: str, layers: list[str], stand_ins: di
     for name, inner in module._modules.items():
         inner_path = f"{path}.{name}" if path else name
         if inner is not None and any(layer.startswith(f"{inner_path}.") for layer in layers):
-            copied._modules[name] = _pass_through(inner, inner_path, layers, stand_ins)
+            inner = _pass_through(inner, inner_path, layers, stand_ins)
         elif inner is not None:
-            copied._modules[name] = stand_ins[inner_path] = PassThrough(inner)
+            inner = stand_ins[inner_path] = PassThrough(inner)
+        copied._modules[name] = inner
     return copied
 
 
@@ -277,17 +272,16 @@ def _gets_nothing(probe: Probe) -> bool:
         return False
     outer = tower.module.get_submodule(users[-1])
     inner = next(name for name, module in outer.named_modules() if module is probe.attention)
-    outer = fill_values(outer) if any(value.is_meta for value in (*outer.parameters(), *outer.buffers())) else outer
+    outer = fill_values(outer)
 
     def capture(module, args, kwargs):
-        given = {**dict(zip(forward_arguments(module), args)), **kwargs}
-        raise CapturedStates(any(is_rotation(name) and value is not None for name, value in given.items()))
+        raise CapturedStates(passes_rotation(module, args, kwargs))
 
     handle = outer.get_submodule(inner).register_forward_pre_hook(capture, with_kwargs=True, prepend=True)
 
     def gets_nothing(form: Form) -> bool:
         try:
-            probe.call_module(form, outer, probe.join(*probe.quarter[0]))
+            probe.call_module(form, outer, probe.quarter[0])
         except CapturedStates as captured:
             return not captured.args[0]
         return True

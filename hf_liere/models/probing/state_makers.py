@@ -105,11 +105,9 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
             "whose positions are unknown to blocks; accepted: position_encoding='rope_mixed', and layers whose queries "
             "and keys belong to the same tokens, named in layers."
         )
-    numbers = _Numbers(probe)
-    replace = probe.later_modules, numbers.replace
-    captured = []
+    numbers, captured = _Numbers(probe), []
     while numbers.digit < numbers.count_digits():
-        states = probe.capture(*probe.quarter[0], None, lambda *call: _first(*replace, *call))
+        states = probe.capture(probe.quarter[0], None, numbers.replace)
         captured.append(states[: 1 if probe.layer in probe.tower.sources else 2])
         numbers.digit += 1
         numbers.calls.clear()
@@ -128,11 +126,6 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
     return makers
 
 
-def _first(later, replace, name: str, module: nn.Module, args, output):
-    found = later(name, module, args, output)
-    return replace(name, module, args, output) if found is None else found
-
-
 class _Numbers:
     """
     Every value that a module inside an attention module returns gets a number; in call k of the attention module, all
@@ -144,6 +137,7 @@ class _Numbers:
         # By name of a module and number of its call.
         self.starts: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
         self.calls: Counter[str] = Counter()
+        self.pass_later = probe.later_modules
         self.refusal = probe.make_error("makes queries or keys in a way that is unknown")
 
     def count_digits(self) -> int:
@@ -152,8 +146,9 @@ class _Numbers:
 
     def replace(self, name: str, module: nn.Module, args, output):
         """See [`Replacement`]."""
-        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            return None
+        passed = self.pass_later(name, module, args, output)
+        if passed is not None or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return passed
         key = (name, self.calls[name])
         self.calls[name] += 1
         if not self.digit:
