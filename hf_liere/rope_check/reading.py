@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import InputError
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.attention_probe import Probe
-from ..models.probing.coordinate_probe import TOKENS, CoordinateProbe, split_cos_sin
+from ..models.probing.coordinate_probe import TOKENS, CoordinateProbe, compute_cos_sin
 from ..models.probing.module_inspection import takes
 from ..models.probing.planes import Pairs, Planes
 from ..models.probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
@@ -69,8 +69,7 @@ class FoundRotation:
             arguments = [states.to(dtype), _shape_as(place, like)]
         else:
             arguments = [torch.zeros(1, 3, *place, dtype=dtype)]
-        cos, sin = split_cos_sin(type(rope).forward(rope, *arguments, **self.probe.options))
-        return cos.flatten(0, -2), sin.flatten(0, -2)
+        return compute_cos_sin(rope, *arguments, **self.probe.options)
 
     def coordinates_of_image(self, size: tuple[int, int]) -> torch.Tensor:
         """(N, A), float64, of an image."""

@@ -111,6 +111,12 @@ def split_cos_sin(output: Turn) -> tuple[torch.Tensor, torch.Tensor]:
     return cos, sin
 
 
+def compute_cos_sin(rope: nn.Module, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, D) cos and sin that the class of a rotary module returns; frameworks replace `forward` of the instance."""
+    cos, sin = split_cos_sin(type(rope).forward(rope, *arguments, **options))
+    return cos.flatten(0, -2), sin.flatten(0, -2)
+
+
 def frequency_buffers(module: nn.Module) -> list[str]:
     """Names of the frequencies that a module multiplies positions with, without its copies of the original ones."""
     return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]

@@ -20,6 +20,7 @@ from .coordinate_probe import (
     TOKENS,
     UNIT,
     CoordinateProbe,
+    compute_cos_sin,
     find_positions,
     frequency_buffers,
     read_frequencies,
@@ -354,15 +355,10 @@ def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type
     )
     options = {} if layer_type is None else {"layer_type": layer_type}
     with torch.device("cpu"), torch.no_grad():
-        arguments, found = find_positions(rope, options, refusal)
-        coordinates = found.flatten(0, -2)  # (N, D)
-
-        def compute_cos_sin(changed):
-            cos, sin = split_cos_sin(type(changed).forward(changed, *arguments, **options))
-            return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
-
+        arguments, coordinates = find_positions(rope, options, refusal)
+        coordinates = coordinates.flatten(0, -2)  # (N, D)
         counted = replace_frequencies(rope, lambda values: _count_from(1, values.shape).mul(UNIT), neutral_factor=True)
-        _, sin = compute_cos_sin(counted)
+        _, sin = compute_cos_sin(counted, *arguments, **options)  # (N, D)
         token = coordinates.abs().argmax(0, keepdim=True)  # (1, D)
         numbers = (sin / UNIT).gather(0, token) / coordinates.gather(0, token)
         numbers = numbers.round().long().squeeze(0) - 1  # (D,)
@@ -373,11 +369,11 @@ def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type
         output = type(unchanged).forward(unchanged, *arguments, **options)
         factor = float(split_cos_sin(output)[0].flatten()[0])
         changed = replace_frequencies(rope, lambda values: _count_from(2, values.shape).rsqrt())
-        found_cos, found_sin = compute_cos_sin(changed)
+        found = compute_cos_sin(changed, *arguments, **options)
         angles = coordinates * read_frequencies(changed, buffer).flatten()[numbers]  # (N, D)
         expected = (angles.cos() * factor, angles.sin() * factor)
         # The operations are the same, but a processor may round differently at the end of a row.
-        if any((x - y).abs().max() > 1e-6 for x, y in zip((found_cos, found_sin), expected)):
+        if any((x - y).abs().max() > 1e-6 for x, y in zip(found, expected)):
             raise refusal
     channels = list(zip(_number_groups([tuple(column) for column in coordinates.T.tolist()]), numbers.tolist()))
     axes, frequencies = zip(*dict.fromkeys(channels))

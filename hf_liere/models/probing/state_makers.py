@@ -111,18 +111,19 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
         captured.append(states[: 1 if probe.layer in probe.tower.sources else 2])
         numbers.digit += 1
         numbers.calls.clear()
-    found: dict[tuple[str, int | None], list[StateMaker]] = {}
+    found: dict[tuple, list[tuple]] = {}
     channels = torch.tensor(pairs, device="cpu")  # (planes, 2)
     for states in zip(*captured):
         # (1 + digits, H, N, planes, 2)
         with torch.device("cpu"):
-            maker = numbers.decode(torch.stack([x[0][..., channels] for x in states]))
-        found.setdefault((maker.name, maker.call), []).append(maker)
-    makers = []
-    for key, same in found.items():
-        if len({(maker.is_heads_first, maker.width) for maker in same}) > 1:
-            raise numbers.refusal
-        makers.append(StateMaker(*key, same[0].is_heads_first, same[0].width, tuple(x.places[0] for x in same)))
+            *made, places = numbers.decode(torch.stack([x[0][..., channels] for x in states]))
+        found.setdefault(tuple(made), []).append(places)
+    makers = [
+        StateMaker(name, call, is_heads_first, width, tuple(parts))
+        for (name, call, is_heads_first, width), parts in found.items()
+    ]
+    if len({(maker.name, maker.call) for maker in makers}) < len(makers):
+        raise numbers.refusal
     return makers
 
 
@@ -160,8 +161,8 @@ class _Numbers:
         digits = numbers // BASE ** (self.digit - 1) % BASE
         return -(digits + 1).to(output.dtype).view(shape)
 
-    def decode(self, states: torch.Tensor) -> StateMaker:
-        """(1 + digits, H, N, planes, 2) states of all calls → the module that makes them, with one part."""
+    def decode(self, states: torch.Tensor) -> tuple:
+        """(1 + digits, H, N, planes, 2) states of all calls → the fields of a [`StateMaker`], for one part."""
         scale, digits = states[:1], -states[1:] / states[:1] - 1
         # One factor for all channels of a head and token commutes with rotations; NaN fails both.
         has_factor = ((scale / scale[..., :1, :1] - 1).abs() < 1e-3).all()
@@ -172,14 +173,11 @@ class _Numbers:
         for (name, call), (start, shape) in self.starts.items():
             local, count = numbers - start, torch.Size(shape).numel()
             if ((local >= 0) & (local < count)).all():
-                return self._locate((name, call if (name, 1) in self.starts else None), local, shape)
+                return name, call if (name, 1) in self.starts else None, *self._locate(local, shape)
         raise self.refusal
 
-    def _locate(self, key: tuple[str, int | None], local: torch.Tensor, shape: tuple[int, ...]) -> StateMaker:
-        """
-        Args:
-            local: (H, N, planes, 2) indices into what the module returns, flattened.
-        """
+    def _locate(self, local: torch.Tensor, shape: tuple[int, ...]) -> tuple[bool, int, tuple]:
+        """Whether heads come first, the width and the places, from (H, N, planes, 2) indices into flattened results."""
         width, tokens = torch.Size(shape).numel() // self.tokens, torch.arange(self.tokens).view(-1, 1, 1)
         last, is_heads_first = shape[-1], False
         places = local % width  # (H, N, planes, 2)
@@ -195,5 +193,4 @@ class _Numbers:
         heads = torch.unique_consecutive(places[:, 0], dim=0)  # (key heads, planes, 2)
         if heads.unique().numel() != heads.numel() or len(places) % len(heads):
             raise self.refusal
-        part = tuple(tuple(tuple(pair) for pair in head) for head in heads.tolist())
-        return StateMaker(*key, is_heads_first, width, (part,))
+        return is_heads_first, width, tuple(tuple(tuple(pair) for pair in head) for head in heads.tolist())
