@@ -1,6 +1,6 @@
 """
-The base class of each kind of source: it takes every tensor that it knows, checks its shape, and collects the parts of
-our model.
+The base class of each kind of source: it takes every tensor that it knows, checks its shape, and finds the
+configuration and the weights of our model.
 """
 
 import math
@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import InputError
+from ..models.transformer.pretrained import LieREPreTrainedModel
 
 
 class ConversionError(InputError):
@@ -34,30 +36,52 @@ class Source:
     A checkpoint of one kind. The fields of a subclass are its options, annotated with the types that they accept.
 
     Attributes:
+        names: Official names of modules and tensors, by ours.
         tensors: The tensors of the checkpoint.
         taken: Names of those that were used.
         patch: Extents of a patch, one for each axis.
         fields: Fields of the configuration.
-        encoder: Tensors of the encoder, under our names.
-        head: Tensors of the classifier, likewise; empty without one.
+        made: Tensors that our encoder has and the checkpoint does not, under our names.
         ignored: Names of official tensors that do not affect the outputs kept here.
     """
 
+    names: ClassVar[dict[str, str]] = {}
     tensors: Mapping[str, torch.Tensor]
     taken: set[str] = field(init=False, default_factory=set)
     patch: tuple[int, ...] = field(init=False, default=())
     fields: dict = field(init=False, default_factory=dict)
-    encoder: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
-    head: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    made: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     ignored: list[str] = field(init=False, default_factory=list)
+
+    def read(self) -> None:
+        """Fill `patch`, `fields` and `made`. Raises [`ConversionError`] for inconsistent tensors and options."""
+        raise NotImplementedError
+
+    def weights(self, model: LieREPreTrainedModel) -> dict[str, torch.Tensor]:
+        """
+        All tensors of a model, of which only names and shapes are read: those in `made`, else under official names.
+
+        Raises:
+            ConversionError: if one is missing, has another shape, or a tensor of the checkpoint is left over.
+        """
+        weights = {}
+        for name, tensor in model.state_dict().items():
+            ours = name.removeprefix(f"{model.base_model_prefix}.")
+            weights[name] = self.made[ours] if ours in self.made else self.take(self.official(ours), *tensor.shape)
+        if unknown := sorted(set(self.tensors) - self.taken):
+            raise ConversionError(
+                f"The checkpoint contains {len(unknown)} tensors unknown to this kind of model: "
+                f"{', '.join(unknown[:5])} …"
+            )
+        return weights
+
+    def official(self, ours: str) -> str:
+        """The official name of a module or tensor of ours."""
+        return re.sub(rf"\b({'|'.join(map(re.escape, self.names))})\b", lambda found: self.names[found[1]], ours)
 
     @property
     def head_dim(self) -> int:
         return self.fields["hidden_size"] // self.fields["num_attention_heads"]
-
-    def convert(self) -> None:
-        """Fill all fields except `tensors`. Raises [`ConversionError`] for inconsistent tensors and options."""
-        raise NotImplementedError
 
     @classmethod
     def options(cls) -> dict[str, object]:
@@ -85,24 +109,37 @@ class Source:
         self.taken.add(key)
         return tensor
 
-    def count(self, layer: str) -> int:
-        """Number of layers, whose names begin with `layer`, with the number in place of `{}`."""
-        pattern = re.escape(f"{layer}.").replace(r"\{\}", r"(\d+)")
-        matches = (re.match(pattern, key) for key in self.tensors)
-        layers = {int(match[1]) for match in matches if match}
-        if not layers:
-            raise ConversionError(f"The checkpoint has no layers: no tensor's name begins as in {layer!r}.")
-        if layers != set(range(len(layers))):
-            missing = sorted(set(range(max(layers))) - layers)
-            raise ConversionError(f"The checkpoint has layers up to {max(layers)}, but none of {missing}.")
-        return len(layers)
+    def set_transformer(self, kernel: torch.Tensor, heads: int, **fields: object) -> None:
+        """Set the kernel of the patches, (hidden_size, channels, *patch), and what layers and classifier tell."""
+        self.made["embeddings.patch_embeddings.projection.weight"] = kernel
+        hidden_size, channels, *patch = kernel.shape
+        self.patch = tuple(patch)
+        self.fields |= {"hidden_size": hidden_size, "num_channels": channels, "num_attention_heads": heads, **fields}
+        self.fields["num_hidden_layers"] = self._count(self.official("layers"))
+        width = len(self.take(self.official("layers.0.mlp.fc1.weight"), None, hidden_size))
+        self.fields["intermediate_size"] = width
+        head, width = self.official("classifier"), hidden_size
+        has_head = f"{head}.weight" in self.tensors
+        if f"{head}.0.weight" in self.tensors:
+            width = self.fields["classifier_hidden_size"] = len(self.take(f"{head}.0.weight", None, width))
+            head, has_head = f"{head}.2", True
+        if has_head:
+            self.fields["num_labels"] = len(self.take(f"{head}.weight", None, width))
 
-    def require_all_taken(self) -> None:
-        if unknown := sorted(set(self.tensors) - self.taken):
-            raise ConversionError(
-                f"The checkpoint contains {len(unknown)} tensors unknown to this kind of model: "
-                f"{', '.join(unknown[:5])} …"
-            )
+    def _count(self, layers: str) -> int:
+        matches = (re.match(rf"{re.escape(layers)}\.(\d+)\.", key) for key in self.tensors)
+        found = {int(match[1]) for match in matches if match}
+        if not found:
+            raise ConversionError(f"The checkpoint has no layers: no tensor's name begins with '{layers}.0.'.")
+        if missing := sorted(set(range(max(found))) - found):
+            raise ConversionError(f"The checkpoint has layers up to {max(found)}, but none of {missing}.")
+        return len(found)
+
+    def split_qkv(self, kind: str, *shape: int) -> None:
+        """Make the queries, keys and values of every layer from its one tensor of the `kind` weight or bias."""
+        for index in range(self.fields["num_hidden_layers"]):
+            parts = self.take(self.official(f"layers.{index}.attention.qkv.{kind}"), *shape).chunk(3)
+            self.made |= {f"layers.{index}.attention.{name}_proj.{kind}": part for name, part in zip("qkv", parts)}
 
     def require_planes(self) -> None:
         if self.head_dim % (2 * len(self.patch)):
@@ -110,63 +147,11 @@ class Source:
                 f"Heads of {self.head_dim} channels are not divisible into planes of {len(self.patch)} axes."
             )
 
-    def take_module(self, official: str, *shape: int | None) -> dict[str, torch.Tensor]:
-        """The weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
-        weight = self.take(f"{official}.weight", *shape)
-        return {"weight": weight, "bias": self.take(f"{official}.bias", len(weight))}
-
-    def put(self, ours: str, **tensors: torch.Tensor) -> None:
-        self.encoder |= {f"{ours}.{name}": tensor for name, tensor in tensors.items()}
-
-    def copy(self, ours: str, official: str, *shape: int | None) -> None:
-        """Copy a module of the encoder, see [`take_module`]."""
-        self.put(ours, **self.take_module(official, *shape))
-
-    def copy_layers(self, layer: str, names: Mapping[str, str]) -> None:
-        """
-        Args:
-            layer: Official name of a layer, with `{}` in place of its number.
-            names: Maps our names of a layer's modules to the official names.
-        """
-        size = self.fields["hidden_size"]
-        width = len(self.take(f"{layer.format(0)}.{names['mlp.fc1']}.weight", None, size))
-        self.fields["intermediate_size"] = width
-        shapes: dict[str, tuple[int, ...]] = {"layernorm_before": (size,), "layernorm_after": (size,)}
-        shapes |= {"mlp.fc1": (width, size), "mlp.fc2": (size, width)}
-        for index in range(self.fields["num_hidden_layers"]):
-            for ours, official in names.items():
-                shape = shapes.get(ours, (size, size))
-                self.copy(f"layers.{index}.{ours}", f"{layer.format(index)}.{official}", *shape)
-
-    def copy_head(self, official: str) -> None:
-        """Copy the linear classifier of this name, if there is one."""
-        if f"{official}.weight" in self.tensors:
-            self.head = self.take_module(official, None, self.fields["hidden_size"])
-
     def ignore(self, *names: str) -> None:
         """Name tensors, if they are there, that do not affect the outputs kept here."""
         found = [name for name in names if name in self.tensors]
         self.taken.update(found)
         self.ignored += found
-
-    def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
-        """Set what follows from the patch projection's kernel (hidden_size, channels, *patch) and the options."""
-        hidden_size, channels, *patch = kernel.shape
-        self.patch, options = tuple(patch), vars(self)
-        heads = given_or_found("num_attention_heads", options["num_attention_heads"], found_heads)
-        heads = heads or max(1, hidden_size // 64)
-        if hidden_size % heads:
-            raise ConversionError(
-                f"A width of {hidden_size} is not divisible into {heads} heads: please give num_attention_heads."
-            )
-        self.fields |= {
-            "num_channels": channels,
-            "hidden_size": hidden_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "hidden_act": options["hidden_act"],
-            "layer_norm_eps": options["layer_norm_eps"],
-        }
 
     def set_shape(self, image: tuple[int, ...]) -> None:
         """Set the fields for patches and inputs of these extents; three axes mean a video configuration."""
@@ -191,7 +176,7 @@ class Source:
         entries = torch.block_diag(*[frequencies.unsqueeze(0)] * axes)
         entries = torch.nn.functional.pad(entries, (0, head_dim // 2 - entries.shape[1]))
         self.fields |= {"position_encoding": "rope_mixed", "share_heads": True, "share_layers": True}
-        self.encoder["rotary_encoding.generators"] = entries.view(axes, 1, 1, -1, 1).float()
+        self.made["rotary_encoding.generators"] = entries.view(axes, 1, 1, -1, 1).float()
 
     def find_image(self, given: int | Iterable[int] | None, rows: int, is_square: bool = False) -> tuple[int, ...]:
         """
@@ -227,6 +212,16 @@ def given_or_found(name: str, given: int | None, found: int | None) -> int | Non
     if None not in (given, found) and given != found:
         raise ConversionError(f"{name}={given} contradicts the checkpoint's {found}.")
     return found or given
+
+
+def number_of_heads(given: int | None, found: int | None, width: int) -> int:
+    """The number of heads in the checkpoint or the option; without either, that of heads of 64 channels."""
+    heads = given_or_found("num_attention_heads", given, found) or max(1, width // 64)
+    if width % heads:
+        raise ConversionError(
+            f"A width of {width} is not divisible into {heads} heads: please give num_attention_heads."
+        )
+    return heads
 
 
 def number_of_axes(given: int | None, found: int | None) -> int:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
-from ..models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
+from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
 from ..models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from ..models.transformer.pretrained import LieREPreTrainedModel
@@ -48,6 +48,13 @@ from .naver import NaverSource
 
 CONVERTERS: dict[str, type[Source]] = {"liere": LieRESource, "comrope": ComRoPESource, "naver": NaverSource}
 SOURCES = tuple(CONVERTERS)
+# By the number of axes, and whether there is a classifier.
+MODEL_CLASSES: dict[tuple[int, bool], type[LieREPreTrainedModel]] = {
+    (2, False): LieREViTModel,
+    (2, True): LieREViTForImageClassification,
+    (3, False): LieREVideoModel,
+    (3, True): LieREVideoForVideoClassification,
+}
 # Kinds that `hf_liere.patch` fine-tunes: the model, `position_encoding` and `rotary_init` of a patch, and the page.
 PATCHED = {
     "vit": ("a ViT, DeiT or DINOv2 of transformers", "comrope_ld", "zeros", "docs/pretrained.md"),
@@ -120,21 +127,11 @@ def convert_state_dict(
     options = stated | {name: value for name, value in options.items() if value is not None}
     require_options(source, options)
     found = CONVERTERS[source](tensors, **options)
-    found.convert()
-    found.require_all_taken()
-    fields, is_image = found.fields, len(found.patch) == 2
-    if found.head:
-        # The last tensor of a classifier is its output bias.
-        fields["num_labels"] = len(list(found.head.values())[-1])
-    with refusing("No model can have the checkpoint's properties"):
-        config = LieREViTConfig(**fields) if is_image else LieREVideoConfig(**fields)
-    if found.head:
-        model_class = LieREViTForImageClassification if is_image else LieREVideoForVideoClassification
-        state_dict = {f"liere.{name}": tensor for name, tensor in found.encoder.items()}
-        state_dict |= {f"classifier.{name}": tensor for name, tensor in found.head.items()}
-    else:
-        model_class, state_dict = LieREViTModel if is_image else LieREVideoModel, found.encoder
-    return Conversion(source, config, state_dict, model_class, sorted(found.ignored))
+    found.read()
+    model_class = MODEL_CLASSES[len(found.patch), "num_labels" in found.fields]
+    with refusing("No model can have the checkpoint's properties"), torch.device("meta"):
+        model = model_class(model_class.config_class(**found.fields))
+    return Conversion(source, model.config, found.weights(model), model_class, sorted(found.ignored))
 
 
 def _unwrap(tensors: Mapping) -> dict[str, torch.Tensor]:

@@ -7,19 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..models.rotation.exponential import skew_entries
-from .base import ConversionError, Source, number_of_axes, require_one_of
+from .base import ConversionError, Source, number_of_axes, number_of_heads, require_one_of
 
 
-NAMES = {
-    "layernorm_before": "layer_norm1",
-    "layernorm_after": "layer_norm2",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
-    "attention.o_proj": "self_attn.out_proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
 # Maps the official names of encodings to ours.
 ENCODINGS = {
     "liere": "liere",
@@ -35,6 +25,19 @@ DEFAULT_FRAMES, DEFAULT_PATCHES = 8, 14
 
 @dataclass
 class ComRoPESource(Source):
+    names = {
+        "embeddings.cls_token": "embeddings.class_embedding",
+        "embeddings.patch_embeddings.projection": "embeddings.patch_embedding",
+        "embeddings.position_embeddings": "embeddings.position_embedding",
+        "pre_layernorm": "pre_layrnorm",
+        "layers": "encoder.layers",
+        "layernorm_before": "layer_norm1",
+        "attention.o_proj": "self_attn.out_proj",
+        "attention": "self_attn",
+        "layernorm_after": "layer_norm2",
+        "layernorm": "post_layernorm",
+        "classifier": "classification_head",
+    }
     position_encoding: str | None = None
     num_axes: int | None = None
     num_attention_heads: int | None = None
@@ -57,58 +60,52 @@ class ComRoPESource(Source):
             options.pop("scale_factor", None)
         return options
 
-    def convert(self) -> None:
-        class_token = self.take(f"{self.prefix}embeddings.class_embedding", None)
-        hidden_size, table_key = len(class_token), f"{self.prefix}embeddings.position_embedding"
+    def official(self, ours: str) -> str:
+        prefix = "vision_model." if "vision_model.embeddings.class_embedding" in self.tensors else ""
+        return super().official(ours) if ours.startswith("classifier") else prefix + super().official(ours)
+
+    def read(self) -> None:
+        class_token = self.take(self.official("embeddings.cls_token"), None)
+        hidden_size, table_key = len(class_token), self.official("embeddings.position_embeddings")
         table = self.take(table_key, None, None, None, hidden_size) if table_key in self.tensors else None
         encoding, axes, found_heads = self._encoding(table)
-        self.encoder["embeddings.cls_token"] = class_token.view(1, 1, -1)
-        self._copy_tower(hidden_size, axes, found_heads)
+        kernel = self.take(self.official("embeddings.patch_embeddings.projection.weight"), hidden_size, *[None] * 3)
+        if axes == 3:
+            kernel = kernel.unsqueeze(2)
+        self.set_transformer(
+            kernel,
+            number_of_heads(self.num_attention_heads, found_heads, hidden_size),
+            hidden_act=self.hidden_act,
+            layer_norm_eps=self.layer_norm_eps,
+            use_pre_layernorm=True,
+            final_norm="pooled",
+            pooling="cls",
+        )
+        self.made["embeddings.cls_token"] = class_token.view(1, 1, -1)
+        # CLIP's patch projection has no bias.
+        self.made["embeddings.patch_embeddings.projection.bias"] = torch.zeros(hidden_size)
         self.fields["position_encoding"] = encoding
         self.set_shape(self._image(table))
         coordinates = ("unit_width" if axes == 3 else "unit") if self.axis_scale else "index"
+        places = {"coordinates": coordinates, "prefix_coordinate": self.cls_position}
         if encoding not in ("none", "absolute"):
-            self.fields |= {"coordinates": coordinates, "rotate_prefix": True, "prefix_coordinate": self.cls_position}
+            self.fields |= {"rotate_prefix": True, **places}
         if table is not None:
             table = _reorder(table, axes)
-            self.fields |= {
-                "use_absolute_position_embeddings": True,
-                "position_table_size": list(table.shape[:-1]),
-                "coordinates": coordinates,
-                "prefix_coordinate": self.cls_position,
-            }
-            self.encoder["embeddings.position_embeddings"] = table.reshape(1, -1, hidden_size)
-        self._copy_classifier()
+            self.fields |= {"use_absolute_position_embeddings": True, "position_table_size": list(table.shape[:-1])}
+            self.fields |= places
+            self.made["embeddings.position_embeddings"] = table.reshape(1, -1, hidden_size)
         if encoding == "axial_rope":
             self._set_powers()
         elif found_heads is not None:
             self._set_generators()
 
-    @property
-    def prefix(self) -> str:
-        return "vision_model." if "vision_model.embeddings.class_embedding" in self.tensors else ""
-
-    def _copy_tower(self, hidden_size: int, axes: int, found_heads: int | None) -> None:
-        """Copy everything except class token, positions and classifier."""
-        prefix = self.prefix
-        kernel = self.take(f"{prefix}embeddings.patch_embedding.weight", hidden_size, None, None, None)
-        if axes == 3:
-            kernel = kernel.unsqueeze(2)
-        layer = f"{prefix}encoder.layers.{{}}"
-        self.set_transformer(kernel, self.count(layer), found_heads)
-        self.fields |= {"use_pre_layernorm": True, "final_norm": "pooled", "pooling": "cls"}
-        # CLIP's patch projection has no bias.
-        self.put("embeddings.patch_embeddings.projection", weight=kernel, bias=torch.zeros(hidden_size))
-        self.copy("pre_layernorm", f"{prefix}pre_layrnorm", hidden_size)
-        self.copy_layers(layer, NAMES)
-        self.copy("layernorm", f"{prefix}post_layernorm", hidden_size)
-
-    def _layer_key(self, index: int, name: str) -> str:
-        return f"{self.prefix}encoder.layers.{index}.self_attn.{name}"
+    def _attention(self, index: int, name: str) -> str:
+        return self.official(f"layers.{index}.attention.{name}")
 
     def _encoding(self, table: torch.Tensor | None) -> tuple[str, int, int | None]:
         """Our name of the encoding, the number of axes, and for learned rotations the number of heads."""
-        frequencies, multiplier = self._layer_key(0, "freqs"), self._layer_key(0, "multiplier")
+        frequencies, multiplier = self._attention(0, "freqs"), self._attention(0, "multiplier")
         found_heads, found_axes, accepted = None, None, ("none", "vanilla-rope")
         if table is not None:
             found_axes, accepted = 3 if len(table) > 1 else None, ("raw", "none", "vanilla-rope")
@@ -139,16 +136,6 @@ class ComRoPESource(Source):
         size = size or DEFAULT_PATCHES * extent
         return (frames or DEFAULT_FRAMES, size, size)[-len(self.patch) :]
 
-    def _copy_classifier(self) -> None:
-        if "classification_head.0.weight" not in self.tensors:
-            self.copy_head("classification_head")
-            return
-        width = self.fields["hidden_size"]
-        for name in ("0", "2"):
-            layer = self.take_module(f"classification_head.{name}", None, width)
-            self.head |= {f"{name}.{kind}": tensor for kind, tensor in layer.items()}
-            width = self.fields.setdefault("classifier_hidden_size", len(layer["bias"]))
-
     def _set_powers(self) -> None:
         """Set the frequencies theta_base^j, j = 0, 1, …, of each axis."""
         self.require_planes()
@@ -165,20 +152,20 @@ class ComRoPESource(Source):
         """Set the generators F − Fᵀ of all layers, and for comrope_ld the multipliers."""
         axes, depth, heads = len(self.patch), self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         encoding, any_shape = self.fields["position_encoding"], [None] * 5
-        size = self.take(self._layer_key(0, "freqs"), *any_shape).shape[-1]
+        size = self.take(self._attention(0, "freqs"), *any_shape).shape[-1]
         blocks = self.head_dim // size
         self.fields["block_size"] = size
         shape = (heads, axes if encoding == "liere" else 1, blocks, size, size)
-        matrices = [self.take(self._layer_key(index, "freqs"), *shape).float() for index in range(depth)]
+        matrices = [self.take(self._attention(index, "freqs"), *shape).float() for index in range(depth)]
         # (layers, heads, axes or 1, blocks, entries)
         entries = skew_entries(torch.stack([matrix - matrix.mT for matrix in matrices]))
         entries = entries.movedim(2, 0) / self.scale_factor if encoding == "liere" else entries.squeeze(2)
-        self.encoder["rotary_encoding.generators"] = entries
+        self.made["rotary_encoding.generators"] = entries
         if encoding == "comrope_ld":
             shape = (1, axes, blocks, 1, 1)
-            factors = [self.take(self._layer_key(index, "multiplier"), *shape) for index in range(depth)]
+            factors = [self.take(self._attention(index, "multiplier"), *shape) for index in range(depth)]
             factors = torch.stack(factors).view(depth, 1, axes, blocks).float().movedim(2, 0)
-            self.encoder["rotary_encoding.multipliers"] = factors.repeat(1, 1, heads, 1)
+            self.made["rotary_encoding.multipliers"] = factors.repeat(1, 1, heads, 1)
 
 
 def _reorder(table: torch.Tensor, axes: int) -> torch.Tensor:

@@ -10,9 +10,8 @@ from ..models.rotation.exponential import skew_entries
 from .base import ConversionError, Source, number_of_axes, require_one_of, sizes, square_root
 
 
+OUTPUT = "layers.{}.attention.o_proj.weight"
 OFFICIAL_GENERATORS = "position_encoder.generator_raw_params"
-LAYER = "transformer.layers.{}"
-NAMES = {"layernorm_before": "0.norm", "layernorm_after": "1.norm", "mlp.fc1": "1.fn.net.0", "mlp.fc2": "1.fn.net.3"}
 # These are the same in every official model.
 HEAD_DIM = 64
 HARD_WIRED = {
@@ -27,6 +26,20 @@ HARD_WIRED = {
 
 @dataclass
 class LieRESource(Source):
+    names = {
+        "embeddings.cls_token": "cls_token",
+        "embeddings.patch_embeddings.projection": "to_patch_embedding.1",
+        "embeddings.position_embeddings": "pos_embedding",
+        "layers": "transformer.layers",
+        "layernorm_before": "0.norm",
+        "attention.qkv": "0.fn.to_qkv",
+        "attention.o_proj": "0.fn.to_out.0",
+        "layernorm_after": "1.norm",
+        "mlp.fc1": "1.fn.net.0",
+        "mlp.fc2": "1.fn.net.3",
+        "layernorm": "mlp_head.0",
+        "classifier": "mlp_head.1",
+    }
     position_encoding: str | None = None
     patch_size: int | Iterable[int] | None = None
     image_size: int | Iterable[int] | None = None
@@ -35,34 +48,27 @@ class LieRESource(Source):
     pooling: str = "cls"
     layer_generators: str = "official"
 
-    def convert(self) -> None:
+    def read(self) -> None:
         require_one_of("pooling", self.pooling, ("cls", "mean"))
         require_one_of("layer_generators", self.layer_generators, ("official", "paper"))
         projection = self.take("to_patch_embedding.1.weight", None, None)
         hidden_size, volume = projection.shape
         axes = self._axes()
         table = self.take("pos_embedding", 1, None, hidden_size)
-        self.patch = self._patch(axes, volume)
-        self.set_shape(self._image(table.shape[1] - 1))
-        rows = len(self.take(f"{LAYER.format(0)}.0.fn.to_qkv.weight", None, hidden_size))
+        rows = len(self.take(self.official("layers.0.attention.qkv.weight"), None, hidden_size))
         if rows % (3 * HEAD_DIM):
             raise ConversionError(f"to_qkv has {rows} rows, not a multiple of 3 · 64: LieRE's heads are 64 wide.")
-        self.fields |= HARD_WIRED | {
-            "num_channels": self.num_channels,
-            "hidden_size": hidden_size,
-            "num_hidden_layers": self.count(LAYER),
-            "num_attention_heads": rows // (3 * HEAD_DIM),
-            "pooling": "mean_all" if self.pooling == "mean" else "cls",
-        }
         # The official linear map reads a patch pixel by pixel, with channels as the fastest axis.
-        kernel = projection.view(hidden_size, *self.patch, self.num_channels).movedim(-1, 1)
-        bias = self.take("to_patch_embedding.1.bias", hidden_size)
-        self.put("embeddings.patch_embeddings.projection", weight=kernel, bias=bias)
-        self.encoder["embeddings.cls_token"] = self.take("cls_token", 1, 1, hidden_size)
-        self._copy_attention()
-        self.copy_layers(LAYER, NAMES)
-        self.copy("layernorm", "mlp_head.0", hidden_size)
-        self.copy_head("mlp_head.1")
+        kernel = projection.view(hidden_size, *self._patch(axes, volume), self.num_channels).movedim(-1, 1)
+        pooling = "mean_all" if self.pooling == "mean" else "cls"
+        self.set_transformer(kernel, rows // (3 * HEAD_DIM), pooling=pooling, **HARD_WIRED)
+        self.set_shape(self._image(table.shape[1] - 1))
+        self.split_qkv("weight", rows, hidden_size)
+        if rows == 3 * hidden_size == 3 * HEAD_DIM and self.official(OUTPUT.format(0)) not in self.tensors:
+            # A single head as wide as the model has no output projection.
+            for index in range(self.fields["num_hidden_layers"]):
+                self.made[OUTPUT.format(index)] = torch.eye(HEAD_DIM)
+                self.made[OUTPUT.format(index).replace("weight", "bias")] = torch.zeros(HEAD_DIM)
         if OFFICIAL_GENERATORS in self.tensors:
             require_one_of("position_encoding", self.position_encoding, (None, "liere", "rope_mixed"))
             self._set_generators(self.take(OFFICIAL_GENERATORS, axes, None, None, None, None))
@@ -103,20 +109,6 @@ class LieRESource(Source):
         ignored = len(self.patch) == 2 and OFFICIAL_GENERATORS in self.tensors
         return self.find_image(self.image_size, patches, is_square=ignored)
 
-    def _copy_attention(self) -> None:
-        hidden_size, heads = self.fields["hidden_size"], self.fields["num_attention_heads"]
-        width = heads * HEAD_DIM
-        projected = f"{LAYER.format(0)}.0.fn.to_out.0.weight" in self.tensors or heads > 1
-        for index in range(self.fields["num_hidden_layers"]):
-            official, ours = f"{LAYER.format(index)}.0.fn", f"layers.{index}.attention"
-            qkv = self.take(f"{official}.to_qkv.weight", 3 * width, hidden_size)
-            for name, weight in zip("qkv", qkv.chunk(3)):
-                self.encoder[f"{ours}.{name}_proj.weight"] = weight
-            if projected or hidden_size != width:
-                self.copy(f"{ours}.o_proj", f"{official}.to_out.0", hidden_size, width)
-            else:
-                self.put(f"{ours}.o_proj", weight=torch.eye(width), bias=torch.zeros(width))
-
     def _set_generators(self, raw: torch.Tensor) -> None:
         """
         Set the generators from `raw` (axes, layers or 1, blocks of all heads, b, b). The official code uses its
@@ -143,7 +135,7 @@ class LieRESource(Source):
             entries = entries[:, :1]
         entries = entries.unflatten(2, (1 if share_heads else heads, per_head))
         # Channels without a block in the official encoder are not rotated.
-        self.encoder["rotary_encoding.generators"] = torch.nn.functional.pad(entries, (0, 0, 0, blocks - per_head))
+        self.made["rotary_encoding.generators"] = torch.nn.functional.pad(entries, (0, 0, 0, blocks - per_head))
         self.fields |= {
             "position_encoding": "rope_mixed" if size == 2 else "liere",
             "block_size": size,
@@ -159,8 +151,7 @@ class LieRESource(Source):
         if encoding is None:
             encoding = "absolute" if is_used else "visionllama"
         if encoding == "absolute":
-            self.fields |= {"position_encoding": "absolute"}
-            self.encoder["embeddings.position_embeddings"] = table
+            self.fields["position_encoding"] = "absolute"
             return
         rotated = min(self.head_dim, HEAD_DIM)
         planes = rotated // len(self.patch) // 2
@@ -170,6 +161,5 @@ class LieRESource(Source):
         self.fields["coordinates"] = "train_grid"
         if is_used:
             self.fields |= {"use_absolute_position_embeddings": True, "position_table_resize": "truncate"}
-            self.encoder["embeddings.position_embeddings"] = table
         else:
             self.ignore("pos_embedding")

@@ -6,21 +6,29 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import ConversionError, Source, require_one_of, sizes
+from .base import ConversionError, Source, number_of_heads, require_one_of, sizes
 
 
-LAYER = "blocks.{}"
-NAMES = {
-    "layernorm_before": "norm1",
-    "layernorm_after": "norm2",
-    "attention.o_proj": "attn.proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
+# Tensors of a layer without which a model has none of their kind.
+OPTIONAL = ("attention.qkv.bias", "layer_scale1.scale")
 
 
 @dataclass
 class NaverSource(Source):
+    names = {
+        "embeddings.cls_token": "cls_token",
+        "embeddings.patch_embeddings.projection": "patch_embed.proj",
+        "embeddings.position_embeddings": "pos_embed",
+        "layers": "blocks",
+        "layernorm_before": "norm1",
+        "attention.o_proj": "attn.proj",
+        "attention": "attn",
+        "layer_scale1.scale": "gamma_1",
+        "layernorm_after": "norm2",
+        "layer_scale2.scale": "gamma_2",
+        "layernorm": "norm",
+        "classifier": "head",
+    }
     position_encoding: str | None = None
     num_attention_heads: int | None = None
     rope_theta: float = 100.0
@@ -42,18 +50,23 @@ class NaverSource(Source):
             stated["position_encoding"] = rotary if "rope" in architecture else "absolute"
         return {name: value for name, value in stated.items() if value}
 
-    def convert(self) -> None:
+    def read(self) -> None:
         accepted = ("mixed",) if "freqs" in self.tensors else ("axial", "absolute")
         require_one_of("position_encoding", self.position_encoding, (None, *accepted))
-        weight = self.take("patch_embed.proj.weight", None, None, None, None)
-        self.set_transformer(weight, self.count(LAYER))
-        hidden_size = self.fields["hidden_size"]
-        self.copy("embeddings.patch_embeddings.projection", "patch_embed.proj", *weight.shape)
-        self.encoder["embeddings.cls_token"] = self.take("cls_token", 1, 1, hidden_size)
-        self.copy_layers(LAYER, NAMES)
-        self._copy_attention()
-        self.copy("layernorm", "norm", hidden_size)
-        self.copy_head("head")
+        kernel = self.take("patch_embed.proj.weight", None, None, None, None)
+        hidden_size = len(kernel)
+        has_bias, has_scales = (self.official(f"layers.0.{name}") in self.tensors for name in OPTIONAL)
+        self.set_transformer(
+            kernel,
+            number_of_heads(self.num_attention_heads, None, hidden_size),
+            hidden_act=self.hidden_act,
+            layer_norm_eps=self.layer_norm_eps,
+            qkv_bias=has_bias,
+            layerscale_value=1e-5 if has_scales else None,
+        )
+        self.split_qkv("weight", 3 * hidden_size, hidden_size)
+        if has_bias:
+            self.split_qkv("bias", 3 * hidden_size)
         self.ignore("freqs_t_x", "freqs_t_y")
         self._set_table()
         encoding = self.position_encoding or accepted[0]
@@ -61,27 +74,8 @@ class NaverSource(Source):
             self._set_mixed()
         elif encoding == "axial":
             self._set_axial()
-        elif "pos_embed" in self.tensors:
-            self.fields["position_encoding"] = encoding
         else:
-            raise ConversionError("position_encoding='absolute' needs the tensor 'pos_embed', which is not there.")
-
-    def _copy_attention(self) -> None:
-        """Copy queries, keys and values, and the scales of both branches if there are any."""
-        hidden_size, first = self.fields["hidden_size"], LAYER.format(0)
-        kinds: dict[str, tuple[int, ...]] = {"weight": (3 * hidden_size, hidden_size)}
-        if f"{first}.attn.qkv.bias" in self.tensors:
-            kinds["bias"] = (3 * hidden_size,)
-        scales = (1, 2) if f"{first}.gamma_1" in self.tensors else ()
-        self.fields |= {"qkv_bias": "bias" in kinds, "layerscale_value": 1e-5 if scales else None}
-        for index in range(self.fields["num_hidden_layers"]):
-            official, ours = LAYER.format(index), f"layers.{index}"
-            for kind, shape in kinds.items():
-                parts = self.take(f"{official}.attn.qkv.{kind}", *shape).chunk(3)
-                self.encoder |= {f"{ours}.attention.{name}_proj.{kind}": part for name, part in zip("qkv", parts)}
-            for branch in scales:
-                scale = self.take(f"{official}.gamma_{branch}", hidden_size)
-                self.encoder[f"{ours}.layer_scale{branch}.scale"] = scale
+            self.fields["position_encoding"] = encoding
 
     def _set_table(self) -> None:
         """Set the size of images and, if there is one, the table of patches; the class token has no row in it."""
@@ -91,13 +85,13 @@ class NaverSource(Source):
         table = self.take("pos_embed", 1, None, self.fields["hidden_size"])
         self.set_shape(self.find_image(self.image_size, table.shape[1]))
         self.fields["use_absolute_position_embeddings"] = True
-        self.encoder["embeddings.position_embeddings"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+        self.made["embeddings.position_embeddings"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
 
     def _set_mixed(self) -> None:
         layers, heads = self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         # (columns, rows), layers, planes of all heads
         frequencies = self.take("freqs", 2, layers, self.fields["hidden_size"] // 2)
-        self.encoder["rotary_encoding.generators"] = frequencies.flip(0).unflatten(-1, (heads, -1, 1)).float()
+        self.made["rotary_encoding.generators"] = frequencies.flip(0).unflatten(-1, (heads, -1, 1)).float()
         self.fields |= {"position_encoding": "rope_mixed", "coordinates": "index"}
 
     def _set_axial(self) -> None:
@@ -107,6 +101,6 @@ class NaverSource(Source):
             raise ConversionError(f"rope_theta={self.rope_theta} must be positive and finite.")
         self.fields |= {"position_encoding": "axial_rope", "rope_theta": self.rope_theta, "coordinates": "index"}
         # Our heads begin with the planes of the rows, those of rope-vit with the planes of the columns.
-        for key in [key for key in self.encoder if ".q_proj." in key or ".k_proj." in key]:
-            halves = self.encoder[key].unflatten(0, (self.fields["num_attention_heads"], 2, -1))
-            self.encoder[key] = halves.flip(1).flatten(0, 2)
+        for key in [key for key in self.made if ".q_proj." in key or ".k_proj." in key]:
+            halves = self.made[key].unflatten(0, (self.fields["num_attention_heads"], 2, -1))
+            self.made[key] = halves.flip(1).flatten(0, 2)
