@@ -144,8 +144,7 @@ def load_checkpoint(
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint, revision):
         config = AutoConfig.from_pretrained(checkpoint, **options)
-        architecture = _read_architecture(config, checkpoint)
-        loader, is_ours = _loader(architecture)
+        loader, architecture, is_ours = _loader(config, checkpoint)
         # Report weights of another shape together with missing and unexpected ones.
         loading = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, keys = loader.from_pretrained(checkpoint, dtype=dtype, **loading, **options)
@@ -176,7 +175,7 @@ def build_without_weights(
     options = {} if is_type else {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint, revision), torch.device("meta"):
         config = CONFIG_MAPPING[str(checkpoint)]() if is_type else AutoConfig.from_pretrained(checkpoint, **options)
-        loader, _ = _loader(_read_architecture(config, checkpoint))
+        loader, *_ = _loader(config, checkpoint)
         if loader is AutoModel:
             return AutoModel.from_config(config, trust_remote_code=trust_remote_code).eval()
         return loader._from_config(config).eval()
@@ -271,7 +270,7 @@ def _adapted_class(adapter: "PeftConfig", config: transformers.PreTrainedConfig,
     if adapter.task_type in HEADS:
         return HEADS[adapter.task_type]
     if not adapter.auto_mapping:
-        return _loader(_read_architecture(config, source))[0]
+        return _loader(config, source)[0]
     name = adapter.auto_mapping["base_model_class"]
     if not hasattr(transformers, name):
         raise ValueError(f"{source} adapts a {name}, which transformers does not export: pass the model as base.")
@@ -286,19 +285,18 @@ def _count_labels(source: str | os.PathLike, revision: str | None) -> int | None
     return next((len(value) for name, value in weights.items() if name.endswith(CLASSIFIERS)), None)
 
 
-def _read_architecture(config: transformers.PreTrainedConfig, checkpoint: str | os.PathLike) -> str | None:
-    names = getattr(config, "architectures", None) or [None]
-    if len(names) > 1:
-        raise CheckpointError(f"{checkpoint} names the architectures {', '.join(names)}; accepted: one.")
-    return names[0]
-
-
-def _loader(architecture: str | None) -> tuple[type[transformers.PreTrainedModel], bool]:
-    """The class that loads an architecture, and whether it is one of ours."""
+def _loader(
+    config: transformers.PreTrainedConfig, checkpoint: str | os.PathLike
+) -> tuple[type[transformers.PreTrainedModel], str | None, bool]:
+    """The class that loads a model of this configuration, the architecture in it, and whether that is one of ours."""
+    architecture, *others = getattr(config, "architectures", None) or [None]
+    if others:
+        names = ", ".join([str(architecture), *others])
+        raise CheckpointError(f"{checkpoint} names the architectures {names}; accepted: one.")
     try:
-        return model_class(architecture), True
+        return model_class(architecture), architecture, True
     except ValueError:
-        return getattr(transformers, architecture or "", AutoModel), False
+        return getattr(transformers, architecture or "", AutoModel), architecture, False
 
 
 def _processor(checkpoint: str | os.PathLike, model: transformers.PreTrainedModel, options: dict) -> object | None:

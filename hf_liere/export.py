@@ -170,21 +170,17 @@ def export_program(
             f"coordinates={config.coordinates!r} need the spacing of every input, but pixel_values are the only input "
             "of an exported file; torch.export.export takes spacing as well."
         )
-    has_table, has_exponential = config.use_absolute_position_embeddings, needs_exponential(config)
-    if dynamic_size and has_table:
-        raise ExportError(
-            "dynamic_size=True: the learned table of positions is resized for one input size; leave dynamic_size out "
-            "and give image_size."
-        )
-    is_given = image_size is not None or num_frames is not None
-    if dynamic_size and is_given:
-        raise ExportError(
-            f"dynamic_size=True contradicts a fixed size, image_size={image_size} and num_frames={num_frames}."
-        )
     grid = _grid(config, image_size, num_frames)
+    obstacles = {
+        "the learned table of positions is resized for one image_size": config.use_absolute_position_embeddings,
+        f"image_size={image_size} and num_frames={num_frames} are a fixed size": {image_size, num_frames} != {None},
+        f"sizes that vary have at least two patches on every axis, and the inputs of this model have {grid}": 1 in grid,
+    }
+    found, has_exponential = [obstacle for obstacle, holds in obstacles.items() if holds], needs_exponential(config)
+    if dynamic_size and found:
+        raise ExportError(f"dynamic_size=True: {found[0]}; leave dynamic_size out.")
     if dynamic_size is None:
-        dynamic_size = not (has_table or has_exponential or is_given or 1 in grid)
-    _require_dynamic(grid, dynamic_size)
+        dynamic_size = not (found or has_exponential)
     if dynamic_size:
         # The exporter would infer constraints from equal sizes or sizes of one in the example.
         grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
@@ -209,14 +205,6 @@ def export_program(
             )
     finally:
         model.train(was_training)
-
-
-def _require_dynamic(grid: tuple[int, ...], dynamic_size: bool) -> None:
-    if dynamic_size and 1 in grid:
-        raise ExportError(
-            "dynamic_size=True: sizes that may vary have at least two patches on every axis, and the inputs of this "
-            f"model have {grid}; leave dynamic_size out for a file of this size."
-        )
 
 
 def run_exported(path: str | os.PathLike, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
