@@ -262,17 +262,38 @@ def _assign_planes(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[in
         ConversionError: if the planes do not fit the blocks of the new encoding.
     """
     encoding, axes, blocks = target.config.position_encoding, len(frequencies), target.num_blocks
-    room, free = target.num_planes // blocks, list(range(blocks))
-    places = {}
-    for axis, planes in _group_planes(frequencies, encoding):
+    refusal, traits = f"No exact upgrade to {encoding}", ENCODINGS[encoding]
+    room, free, places = target.num_planes // blocks, list(range(blocks)), {}
+    magnitudes = frequencies.norm(dim=0)
+    directions = frequencies / magnitudes.where(magnitudes > 0, 1)
+    # Planes that may share blocks.
+    groups: list[list[int]] = []
+    for plane in (magnitudes > 0).nonzero().flatten().tolist():
+        for group in groups:
+            if not traits.proportional or _is_one(directions[:, group[0]] @ directions[:, plane]):
+                group.append(plane)
+                break
+        else:
+            groups.append([plane])
+    # By group, the axis that its blocks must serve.
+    served = [int(directions[:, group[0]].abs().argmax()) if traits.serves_one_axis else None for group in groups]
+    oblique = [
+        group for group, axis in zip(groups, served) if axis is not None and not _is_one(directions[axis, group[0]])
+    ]
+    if oblique:
+        raise ConversionError(
+            f"{refusal}: each of its blocks rotates with one axis alone, and {sum(map(len, oblique))} planes of a head "
+            "rotate with several."
+        )
+    for axis, planes in zip(served, groups):
         accepting = [block for block in free if axis is None or block % axes == axis]
         needed = -(-len(planes) // room)
         if len(accepting) < needed:
-            ratio = "one ratio of the axes" if ENCODINGS[encoding].proportional else "the axes"
+            ratio = "one ratio of the axes" if traits.proportional else "the axes"
             shared = ratio if axis is None else f"axis {axis}"
             raise ConversionError(
-                f"No exact upgrade to {encoding} with block_size={target.block_size}: {len(planes)} planes of a head "
-                f"rotate with {shared} and need {needed} of the {blocks} blocks alone; {len(accepting)} are left."
+                f"{refusal} with block_size={target.block_size}: {len(planes)} planes of a head rotate with {shared} "
+                f"and need {needed} of the {blocks} blocks alone; {len(accepting)} are left."
             )
         for index, plane in enumerate(planes):
             places[plane] = accepting[index // room] * room + index % room
@@ -280,33 +301,7 @@ def _assign_planes(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[in
     return places
 
 
-def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | None, list[int]]]:
-    """
-    Groups of the rotated planes (A, planes) that may share blocks of an encoding, each with the axis that its blocks
-    must serve; `None` means any.
-    """
-    magnitudes = frequencies.norm(dim=0)
-    rotated = (magnitudes > 0).nonzero().flatten().tolist()
-    traits = ENCODINGS[encoding]
-    if not traits.proportional:
-        return [(None, rotated)]
-    directions = frequencies / magnitudes.where(magnitudes > 0, 1)
-    if traits.serves_one_axis:
-        axes = directions.abs().argmax(dim=0)
-        oblique = sum((1 - directions[axes[plane], plane].abs()).item() > ROUNDING**2 for plane in rotated)
-        if oblique:
-            raise ConversionError(
-                f"No exact upgrade to {encoding}: each of its blocks rotates with one axis alone, and {oblique} planes "
-                "of a head rotate with several."
-            )
-        return [(axis, [plane for plane in rotated if axes[plane] == axis]) for axis in range(len(frequencies))]
-    groups: list[list[int]] = []
-    for plane in rotated:
-        for group in groups:
-            # The cosine of a small angle differs from 1 by about its square. A plane may also rotate the other way.
-            if 1 - (directions[:, group[0]] @ directions[:, plane]).abs().item() <= ROUNDING**2:
-                group.append(plane)
-                break
-        else:
-            groups.append([plane])
-    return [(None, group) for group in groups]
+def _is_one(cosine: torch.Tensor) -> bool:
+    """Whether planes are parallel; they may rotate in opposite ways."""
+    # The cosine of a small angle differs from 1 by about its square.
+    return 1 - cosine.abs().item() <= ROUNDING**2

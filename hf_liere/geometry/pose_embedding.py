@@ -163,7 +163,7 @@ class PoseEmbedding(nn.Module):
         if known is not None:
             known = _as_batch("known", known, (), poses).to(poses.device)  # (1 or B, N)
             known = known.expand(max(len(known), len(poses)), -1)
-            poses = _where_known(known, poses)
+        poses = _where_known(known, poses)
         check_poses("poses", poses)
         self._warn_of_rounding(poses)
         dtype = working_dtype(poses.device)
@@ -173,12 +173,15 @@ class PoseEmbedding(nn.Module):
             from_camera = relative_poses(poses, reference, self.translation_scale)  # (1 or B, N, 4, 4)
             to_camera = invert_poses(from_camera)
             if intrinsics is not None:
-                to_image, from_image = _projections(intrinsics, image_size, known, poses)
+                intrinsics = _where_known(
+                    known, _as_batch("intrinsics", intrinsics, (3, 3), poses)
+                )  # (1 or B, N, 3, 3)
+                check_intrinsics(intrinsics)
+                to_image, from_image = lift_intrinsics(intrinsics.to(poses), _read_sides(image_size))
                 to_camera, from_camera = to_image @ to_camera, from_camera @ from_image
             elif image_size is not None:
                 raise ValueError(f"image_size={image_size} was given without intrinsics.")
-            if known is not None:
-                to_camera, from_camera = _where_known(known, to_camera), _where_known(known, from_camera)
+            to_camera, from_camera = _where_known(known, to_camera), _where_known(known, from_camera)
         return PoseFrames(to_camera, from_camera, reference, self._patch_rotations(patches, tokens), self.options)
 
     def forward(
@@ -354,8 +357,10 @@ def _as_batch(
     return batch
 
 
-def _where_known(known: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _where_known(known: torch.Tensor | None, matrices: torch.Tensor) -> torch.Tensor:
     """(1 or B, N, n, n) matrices, the identity where (1 or B, N) `known` is false; values there get no gradient."""
+    if known is None:
+        return matrices
     identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     return torch.where(known[..., None, None], matrices, identity)
 
@@ -370,17 +375,6 @@ def _check_reference(reference: torch.Tensor, poses: torch.Tensor) -> torch.Tens
         )
     check_poses("reference", reference)
     return reference.to(poses)
-
-
-def _projections(
-    intrinsics: torch.Tensor, image_size: Sequence[int] | None, known: torch.Tensor | None, poses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """lift(K) and its inverse, (1 or B, N, 4, 4) in the type of the poses."""
-    intrinsics = _as_batch("intrinsics", intrinsics, (3, 3), poses)  # (1 or B, N, 3, 3)
-    if known is not None:
-        intrinsics = _where_known(known, intrinsics)
-    check_intrinsics(intrinsics)
-    return lift_intrinsics(intrinsics.to(poses), _read_sides(image_size))
 
 
 def _read_sides(image_size: Any) -> tuple[float, float]:
