@@ -57,7 +57,15 @@ def environment() -> dict:
     rows: list[dict] = []
     problem = _attempt(lambda: rows.extend(_functions()))
     found = {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
-    return found | {"comparisons": [] if problem else _comparisons(), "guards": [] if problem else _guards()}
+    if problem:
+        return found | {"comparisons": [], "guards": []}
+    from .kernels.cuda import NAME, self_check
+    from .patching.guards import GUARDS
+
+    outcomes = self_check.outcomes.items()
+    guards = [{"function": f"{guard.module}.{guard.name}", "is_on": guard.is_on, "why": guard.why} for guard in GUARDS]
+    compared = [{"kernels": NAME, "case": str(case), **outcome._asdict()} for case, outcome in outcomes]
+    return found | {"comparisons": compared, "guards": guards}
 
 
 def cpu_name() -> str:
@@ -136,21 +144,6 @@ def _functions() -> Iterator[dict]:
     for device, dtype, (function, size) in itertools.product(("cpu", *_gpus()), TYPES, FUNCTIONS):
         row = {"function": function, "block_size": size, "device": device, "dtype": dtype, "refusals": {}}
         yield row | {"computed_by": _attempt(ask, row)}
-
-
-def _comparisons() -> list[dict]:
-    from .kernels import cuda
-
-    return [
-        {"kernels": cuda.NAME, "case": str(case), **outcome._asdict()}
-        for case, outcome in cuda.self_check.outcomes.items()
-    ]
-
-
-def _guards() -> list[dict]:
-    from .patching.guards import GUARDS
-
-    return [{"function": f"{guard.module}.{guard.name}", "is_on": guard.is_on, "why": guard.why} for guard in GUARDS]
 
 
 def _markdown(found: dict) -> Iterator[str]:
