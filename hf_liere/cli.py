@@ -8,46 +8,14 @@ import re
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
-
-UPGRADED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld", "cayley_string", "circulant_string")
+UPGRADED_ENCODINGS = ("liere", "rope_mixed", "comrope_ap", "comrope_ld", "cayley_string", "circulant_string")
 UPGRADED_ENCODINGS += ("liere_product",)
-# For each option of `convert`, the kinds of source that take it, the values that each accepts and, in parentheses, what
-# holds without it.
-CONVERT_OPTIONS = {
-    "axis_scale": "comrope: true or false (true)",
-    "cls_position": "comrope: a number (0.5)",
-    "hidden_act": "comrope: an activation of transformers (quick_gelu); naver: likewise (gelu)",
-    "image_size": (
-        "liere: a number, or a list of one for each axis (a square that fits the table, required for volumes); "
-        "comrope: a number (from the table, else 14 patches); "
-        "naver: a number, or height and width (a square that fits the table, else 224)"
-    ),
-    "layer_generators": "liere: official or paper (official)",
-    "layer_norm_eps": "comrope: a positive number (1e-05); naver: likewise (1e-06)",
-    "num_attention_heads": (
-        "comrope: a number that divides the width (from the generators, else heads of 64 channels); "
-        "naver: likewise (heads of 64 channels)"
-    ),
-    "num_axes": "liere, comrope: 2 for images, 3 for volumes and videos (from the shapes, else 2)",
-    "num_channels": "liere: a number (3)",
-    "num_frames": "comrope: a number (from the table, else 8)",
-    "patch_size": "liere: a number, or a list of one for each axis (a square, required for volumes)",
-    "pooling": "liere: cls or mean (cls)",
-    "position_encoding": (
-        "liere: liere, rope_mixed, absolute or visionllama (from the generators and the table); "
-        "comrope: liere, comrope-ap, comrope-ld, vanilla-rope, raw or none (from the shapes, else raw or none); "
-        "naver: mixed, axial or absolute (mixed with frequencies, else axial)"
-    ),
-    "rope_theta": "naver: a positive number (100.0)",
-    "scale_factor": "comrope: a number (1.0)",
-    "theta_base": "comrope: a positive number (that of the paper, 10000^(-2A/head_dim))",
-}
 KNOWN_REPOSITORIES = """\
 Formats and options follow the authors' code; none of these files was downloaded here. SIZE is small, base or large.
 
@@ -80,8 +48,9 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}; the closest is {close[0]!r}" if close else message)
 
 
-# Run as a file: importing it as a module would import the package.
-VERSION = runpy.run_path(str(Path(__file__).with_name("version.py")))["__version__"]
+# Run as files: importing them as modules would import the package.
+FOLDER = Path(__file__).parent
+VERSION = runpy.run_path(str(FOLDER / "version.py"))["__version__"]
 PARSER = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
 PARSER.add_argument("--version", action="version", version=VERSION)
 COMMANDS = PARSER.add_subparsers(dest="command", required=True)
@@ -114,6 +83,17 @@ REPO_ID = argument("repo_id", "repository on the Hub")
 TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its model is unknown here", action="store_true")
 
 
+def describe_options(options: dict[str, dict[str, object]]) -> Iterator[Argument]:
+    """The options of `convert`, each with what it means for the kinds of checkpoints that take it."""
+    for name in sorted({name for of_kind in options.values() for name in of_kind}):
+        kinds: dict[str, list[str]] = {}
+        for kind in options:
+            if name in options[kind]:
+                kinds.setdefault(str(options[kind][name]), []).append(kind)
+        text = "; ".join(f"{', '.join(taking)}: {meaning}" for meaning, taking in kinds.items())
+        yield argument(f"--{name}", text, type=parse_value, metavar="VALUE")
+
+
 @command(
     "convert an official checkpoint to a directory that from_pretrained reads",
     "Convert a checkpoint of the authors of LieRE, ComRoPE or rope-vit. The options supply what the tensor shapes do "
@@ -127,7 +107,7 @@ TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its mode
     REVISION,
     argument("--image_mean", "mean of each channel in training", type=float, nargs="+", metavar="MEAN"),
     argument("--image_std", "deviation of each channel", type=float, nargs="+", metavar="STD"),
-    *(argument(f"--{name}", text, type=parse_value, metavar="VALUE") for name, text in CONVERT_OPTIONS.items()),
+    *describe_options(runpy.run_path(str(FOLDER / "conversion" / "options.py"))["OPTIONS"]),
 )
 def run_convert(checkpoint: str | None = None, output: str | None = None, lists: bool = False, **options: Any) -> str:
     if lists:
@@ -382,8 +362,7 @@ def run_bundle(kind: str, output: str, position_encoding: str = "liere") -> str:
 )
 def run_env(as_json: bool = False) -> str:
     # Run as a file: the report must also work where the package cannot be imported.
-    path = str(Path(__file__).with_name("environment.py"))
-    return runpy.run_path(path, run_name="hf_liere.environment")["report"](as_json)
+    return runpy.run_path(str(FOLDER / "environment.py"), run_name="hf_liere.environment")["report"](as_json)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,9 +18,9 @@ from transformers import AutoModelForImageClassification
 
 import hf_liere
 from hf_liere.auto import load_checkpoint
-from hf_liere.cli import CONVERT_OPTIONS, UPGRADED_ENCODINGS, main
-from hf_liere.conversion import checkpoints
+from hf_liere.cli import UPGRADED_ENCODINGS, main
 from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.conversion.options import OPTIONS
 from hf_liere.conversion.rebuilding import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
 from training.common.arguments import ModelArguments
@@ -53,21 +53,9 @@ def test_a_refused_checkpoint_is_one_line_on_stderr(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["cut.safetensors"]
 
 
-def test_convert_declares_the_options_that_the_converters_take():
-    """The table of the parser, which may not import the converters, against the converters."""
+def test_upgrades_are_offered_to_the_encodings_that_learn():
+    """The table of the parser, which may not import the encodings."""
     assert tuple(LEARNED_ENCODINGS) == UPGRADED_ENCODINGS
-    kinds = {
-        name: [kind for group in text.split("; ") for kind in group.partition(":")[0].split(", ")]
-        for name, text in CONVERT_OPTIONS.items()
-    }
-    for source in checkpoints.SOURCES:
-        declared = [name for name in kinds if source in kinds[name]]
-        converter = checkpoints.CONVERTERS[source]
-        assert declared == sorted(converter.options())
-        for name in declared:
-            default = getattr(converter, name)
-            assert default is None or f"({str(default).lower()})" in CONVERT_OPTIONS[name]
-    assert set().union(*kinds.values()) == set(checkpoints.SOURCES)
 
 
 def test_help_names_every_option_and_what_it_accepts(capsys):
@@ -76,6 +64,9 @@ def test_help_names_every_option_and_what_it_accepts(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "--layer_generators VALUE liere: official or paper (official)" in text
     assert "naver: mixed, axial or absolute" in text
+    for kind, options in OPTIONS.items():
+        for name, option in options.items():
+            assert re.search(rf"--{name} VALUE .*{kind}[^-]*: {re.escape(str(option))}", text), (kind, name)
 
 
 LAUNCHED = """

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import InputError
 from ..models.transformer.pretrained import LieREPreTrainedModel
+from .options import OPTIONS
 
 
 class ConversionError(InputError):
@@ -33,11 +35,13 @@ def refusing(what: str) -> Iterator[None]:
 @dataclass
 class Source:
     """
-    A checkpoint of one kind. The fields of a subclass are its options, annotated with the types that they accept.
+    A checkpoint of one kind.
 
     Attributes:
+        kind: Its name in [`OPTIONS`].
         names: Official names of modules and tensors, by ours.
         tensors: The tensors of the checkpoint.
+        options: The options of this kind, with defaults filled in.
         taken: Names of those that were used.
         patch: Extents of a patch, one for each axis.
         fields: Fields of the configuration.
@@ -45,8 +49,10 @@ class Source:
         ignored: Names of official tensors that do not affect the outputs kept here.
     """
 
-    names: ClassVar[dict[str, str]] = {}
+    kind: ClassVar[str]
+    names: ClassVar[dict[str, str]]
     tensors: Mapping[str, torch.Tensor]
+    options: SimpleNamespace
     taken: set[str] = field(init=False, default_factory=set)
     patch: tuple[int, ...] = field(init=False, default=())
     fields: dict = field(init=False, default_factory=dict)
@@ -79,19 +85,18 @@ class Source:
         """The official name of a module or tensor of ours."""
         return re.sub(rf"\b({'|'.join(map(re.escape, self.names))})\b", lambda found: self.names[found[1]], ours)
 
+    def has(self, ours: str) -> bool:
+        """Whether there is a tensor that ours of this name is made of."""
+        return self.official(ours) in self.tensors
+
     @property
     def head_dim(self) -> int:
         return self.fields["hidden_size"] // self.fields["num_attention_heads"]
 
     @classmethod
-    def options(cls) -> dict[str, object]:
-        """Types of the options by name."""
-        return dict(cls.__annotations__)
-
-    @classmethod
     def stated_options(cls, source_config: Mapping) -> dict:
         """The options in the `config.json` beside a checkpoint; by default their names are the same there."""
-        return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
+        return {name: source_config[name] for name in OPTIONS[cls.kind] if source_config.get(name) is not None}
 
     def take(self, key: str, *shape: int | None) -> torch.Tensor:
         """The tensor under `key`; `None` in `shape` stands for any size."""
@@ -119,8 +124,8 @@ class Source:
         width = len(self.take(self.official("layers.0.mlp.fc1.weight"), None, hidden_size))
         self.fields["intermediate_size"] = width
         head, width = self.official("classifier"), hidden_size
-        has_head = f"{head}.weight" in self.tensors
-        if f"{head}.0.weight" in self.tensors:
+        has_head = self.has("classifier.weight")
+        if self.has("classifier.0.weight"):
             width = self.fields["classifier_hidden_size"] = len(self.take(f"{head}.0.weight", None, width))
             head, has_head = f"{head}.2", True
         if has_head:

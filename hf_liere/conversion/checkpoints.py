@@ -28,9 +28,9 @@ Displacements occur only in training.
 """
 
 import re
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,9 +44,10 @@ from .base import ConversionError, Source, refusing, require_one_of
 from .comrope import ComRoPESource
 from .liere import LieRESource
 from .naver import NaverSource
+from .options import OPTIONS
 
 
-CONVERTERS: dict[str, type[Source]] = {"liere": LieRESource, "comrope": ComRoPESource, "naver": NaverSource}
+CONVERTERS: dict[str, type[Source]] = {kind.kind: kind for kind in (LieRESource, ComRoPESource, NaverSource)}
 SOURCES = tuple(CONVERTERS)
 # By the number of axes, and whether there is a classifier.
 MODEL_CLASSES: dict[tuple[int, bool], type[LieREPreTrainedModel]] = {
@@ -72,7 +73,6 @@ TELLING_NAMES = {
     r"(.*\.)?embeddings\.patch_embeddings\.projection\.weight": "vit",
     r"embeddings\.patch_embeddings\.weight": "dinov3",
 }
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", Iterable[int]: "a list"}
 
 
 @dataclass
@@ -126,7 +126,8 @@ def convert_state_dict(
         raise ConversionError(f"config.json beside the checkpoint cannot be interpreted: {error}") from error
     options = stated | {name: value for name, value in options.items() if value is not None}
     require_options(source, options)
-    found = CONVERTERS[source](tensors, **options)
+    defaults = {name: option.default for name, option in OPTIONS[source].items()}
+    found = CONVERTERS[source](tensors, SimpleNamespace(**defaults | options))
     found.read()
     model_class = MODEL_CLASSES[len(found.patch), "num_labels" in found.fields]
     with refusing("No model can have the checkpoint's properties"), torch.device("meta"):
@@ -177,23 +178,16 @@ def require_source(source: str) -> None:
 
 def require_options(source: str, options: Mapping) -> None:
     """Raise [`ConversionError`] for options that the kind of source does not have, or values of another type."""
-    declared = CONVERTERS[source].options()
-    if unknown := sorted(set(options) - set(declared)):
+    if unknown := sorted(set(options) - set(OPTIONS[source])):
         raise ConversionError(
-            f"Unknown options {', '.join(unknown)} for a source of kind {source!r}; it takes {', '.join(declared)}."
+            f"Unknown options {', '.join(unknown)} for a source of kind {source!r}; it takes "
+            f"{', '.join(OPTIONS[source])}."
         )
     for name, value in options.items():
-        accepted = typing.get_args(declared[name]) or (declared[name],)
-        if not any(_has_type(value, kind) for kind in accepted):
-            names = [TYPE_NAMES[kind] for kind in accepted if kind in TYPE_NAMES]
-            raise ConversionError(f"{name}={value!r}: accepted is {' or '.join(names)}.")
+        types, accepted = OPTIONS[source][name][:2]
+        # Python counts truth values as whole numbers, and names as lists.
+        kinds = (*types, int) if float in types else types
+        if not (type(value) in types if isinstance(value, (bool, str)) else isinstance(value, kinds)):
+            raise ConversionError(f"{name}={value!r}: accepted is {accepted}.")
     if "hidden_act" in options:
         require_one_of("hidden_act", options["hidden_act"], ACT2FN)
-
-
-def _has_type(value: object, kind: Any) -> bool:
-    if kind == Iterable[int]:
-        return isinstance(value, Iterable) and not isinstance(value, str)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)

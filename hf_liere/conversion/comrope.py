@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -23,8 +22,8 @@ ENCODINGS = {
 DEFAULT_FRAMES, DEFAULT_PATCHES = 8, 14
 
 
-@dataclass
 class ComRoPESource(Source):
+    kind = "comrope"
     names = {
         "embeddings.cls_token": "embeddings.class_embedding",
         "embeddings.patch_embeddings.projection": "embeddings.patch_embedding",
@@ -38,17 +37,6 @@ class ComRoPESource(Source):
         "layernorm": "post_layernorm",
         "classifier": "classification_head",
     }
-    position_encoding: str | None = None
-    num_axes: int | None = None
-    num_attention_heads: int | None = None
-    image_size: int | None = None
-    num_frames: int | None = None
-    theta_base: float | None = None
-    scale_factor: float = 1.0
-    axis_scale: bool = True
-    cls_position: float = 0.5
-    hidden_act: str = "quick_gelu"
-    layer_norm_eps: float = 1e-5
 
     @classmethod
     def stated_options(cls, source_config: Mapping) -> dict:
@@ -74,9 +62,9 @@ class ComRoPESource(Source):
             kernel = kernel.unsqueeze(2)
         self.set_transformer(
             kernel,
-            number_of_heads(self.num_attention_heads, found_heads, hidden_size),
-            hidden_act=self.hidden_act,
-            layer_norm_eps=self.layer_norm_eps,
+            number_of_heads(self.options.num_attention_heads, found_heads, hidden_size),
+            hidden_act=self.options.hidden_act,
+            layer_norm_eps=self.options.layer_norm_eps,
             use_pre_layernorm=True,
             final_norm="pooled",
             pooling="cls",
@@ -86,8 +74,8 @@ class ComRoPESource(Source):
         self.made["embeddings.patch_embeddings.projection.bias"] = torch.zeros(hidden_size)
         self.fields["position_encoding"] = encoding
         self.set_shape(self._image(table))
-        coordinates = ("unit_width" if axes == 3 else "unit") if self.axis_scale else "index"
-        places = {"coordinates": coordinates, "prefix_coordinate": self.cls_position}
+        coordinates = ("unit_width" if axes == 3 else "unit") if self.options.axis_scale else "index"
+        places = {"coordinates": coordinates, "prefix_coordinate": self.options.cls_position}
         if encoding not in ("none", "absolute"):
             self.fields |= {"rotate_prefix": True, **places}
         if table is not None:
@@ -116,16 +104,16 @@ class ComRoPESource(Source):
                 found_axes, accepted = axes, ("liere",)
             if multiplier in self.tensors:
                 found_axes, accepted = self.take(multiplier, 1, None, None, 1, 1).shape[1], ("comrope-ld",)
-        axes = number_of_axes(self.num_axes, found_axes)
-        require_one_of("position_encoding", self.position_encoding, (None, *accepted))
-        encoding = ENCODINGS[self.position_encoding or accepted[0]]
+        axes = number_of_axes(self.options.num_axes, found_axes)
+        require_one_of("position_encoding", self.options.position_encoding, (None, *accepted))
+        encoding = ENCODINGS[self.options.position_encoding or accepted[0]]
         if encoding in ("none", "absolute"):
             encoding = "none" if table is None else "absolute"
         return encoding, axes, found_heads
 
     def _image(self, table: torch.Tensor | None) -> tuple[int, ...]:
         """Extents of a training input, from a table (frames or 1, rows, columns, D) or the options."""
-        size, frames, extent = self.image_size, self.num_frames, self.patch[-1]
+        size, frames, extent = self.options.image_size, self.options.num_frames, self.patch[-1]
         if table is not None:
             found_frames, rows, columns, _ = table.shape
             if size not in (None, rows * extent) or rows != columns:
@@ -140,9 +128,9 @@ class ComRoPESource(Source):
         """Set the frequencies theta_base^j, j = 0, 1, …, of each axis."""
         self.require_planes()
         planes = self.head_dim // len(self.patch) // 2
-        base = 10000.0 ** (-1 / planes) if self.theta_base is None else self.theta_base
+        base = 10000.0 ** (-1 / planes) if self.options.theta_base is None else self.options.theta_base
         if not base > 0:
-            raise ConversionError(f"theta_base={self.theta_base} must be positive.")
+            raise ConversionError(f"theta_base={self.options.theta_base} must be positive.")
         # Beyond these powers, theta overflows or underflows although the frequencies do not.
         exponent = -planes * math.log(base)
         theta = math.exp(exponent) if abs(exponent) < 700 else None
@@ -159,7 +147,7 @@ class ComRoPESource(Source):
         matrices = [self.take(self._attention(index, "freqs"), *shape).float() for index in range(depth)]
         # (layers, heads, axes or 1, blocks, entries)
         entries = skew_entries(torch.stack([matrix - matrix.mT for matrix in matrices]))
-        entries = entries.movedim(2, 0) / self.scale_factor if encoding == "liere" else entries.squeeze(2)
+        entries = entries.movedim(2, 0) / self.options.scale_factor if encoding == "liere" else entries.squeeze(2)
         self.made["rotary_encoding.generators"] = entries
         if encoding == "comrope_ld":
             shape = (1, axes, blocks, 1, 1)

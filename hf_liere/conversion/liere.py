@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -24,8 +23,8 @@ HARD_WIRED = {
 }
 
 
-@dataclass
 class LieRESource(Source):
+    kind = "liere"
     names = {
         "embeddings.cls_token": "cls_token",
         "embeddings.patch_embeddings.projection": "to_patch_embedding.1",
@@ -40,17 +39,10 @@ class LieRESource(Source):
         "layernorm": "mlp_head.0",
         "classifier": "mlp_head.1",
     }
-    position_encoding: str | None = None
-    patch_size: int | Iterable[int] | None = None
-    image_size: int | Iterable[int] | None = None
-    num_channels: int = 3
-    num_axes: int | None = None
-    pooling: str = "cls"
-    layer_generators: str = "official"
 
     def read(self) -> None:
-        require_one_of("pooling", self.pooling, ("cls", "mean"))
-        require_one_of("layer_generators", self.layer_generators, ("official", "paper"))
+        require_one_of("pooling", self.options.pooling, ("cls", "mean"))
+        require_one_of("layer_generators", self.options.layer_generators, ("official", "paper"))
         projection = self.take("to_patch_embedding.1.weight", None, None)
         hidden_size, volume = projection.shape
         axes = self._axes()
@@ -59,18 +51,18 @@ class LieRESource(Source):
         if rows % (3 * HEAD_DIM):
             raise ConversionError(f"to_qkv has {rows} rows, not a multiple of 3 · 64: LieRE's heads are 64 wide.")
         # The official linear map reads a patch pixel by pixel, with channels as the fastest axis.
-        kernel = projection.view(hidden_size, *self._patch(axes, volume), self.num_channels).movedim(-1, 1)
-        pooling = "mean_all" if self.pooling == "mean" else "cls"
+        kernel = projection.view(hidden_size, *self._patch(axes, volume), self.options.num_channels).movedim(-1, 1)
+        pooling = "mean_all" if self.options.pooling == "mean" else "cls"
         self.set_transformer(kernel, rows // (3 * HEAD_DIM), pooling=pooling, **HARD_WIRED)
         self.set_shape(self._image(table.shape[1] - 1))
         self.split_qkv("weight", rows, hidden_size)
-        if rows == 3 * hidden_size == 3 * HEAD_DIM and self.official(OUTPUT.format(0)) not in self.tensors:
+        if rows == 3 * hidden_size == 3 * HEAD_DIM and not self.has(OUTPUT.format(0)):
             # A single head as wide as the model has no output projection.
             for index in range(self.fields["num_hidden_layers"]):
                 self.made[OUTPUT.format(index)] = torch.eye(HEAD_DIM)
                 self.made[OUTPUT.format(index).replace("weight", "bias")] = torch.zeros(HEAD_DIM)
         if OFFICIAL_GENERATORS in self.tensors:
-            require_one_of("position_encoding", self.position_encoding, (None, "liere", "rope_mixed"))
+            require_one_of("position_encoding", self.options.position_encoding, (None, "liere", "rope_mixed"))
             self._set_generators(self.take(OFFICIAL_GENERATORS, axes, None, None, None, None))
             self.ignore("pos_embedding")
         else:
@@ -80,13 +72,13 @@ class LieRESource(Source):
         found = None
         if OFFICIAL_GENERATORS in self.tensors:
             found = len(self.take(OFFICIAL_GENERATORS, None, None, None, None, None))
-        elif self.num_axes is None and isinstance(self.patch_size, Iterable):
-            found = len(list(self.patch_size))
-        return number_of_axes(self.num_axes, found)
+        elif self.options.num_axes is None and isinstance(self.options.patch_size, Iterable):
+            found = len(list(self.options.patch_size))
+        return number_of_axes(self.options.num_axes, found)
 
     def _patch(self, axes: int, volume: int) -> tuple[int, ...]:
         """Extents of a patch of `volume` values."""
-        extents, channels = self.patch_size, self.num_channels
+        extents, channels = self.options.patch_size, self.options.num_channels
         if extents is None:
             if axes == 3:
                 raise ConversionError("The shapes of a volume model do not give its patch: please give patch_size.")
@@ -103,11 +95,11 @@ class LieRESource(Source):
 
     def _image(self, patches: int) -> tuple[int, ...]:
         """Extents of a training input of `patches` patches."""
-        if self.image_size is None and len(self.patch) == 3:
+        if self.options.image_size is None and len(self.patch) == 3:
             raise ConversionError("The shapes of a volume model do not give its input: please give image_size.")
         # For every 2-D model, the official code builds a square table of the last axis; learned rotations ignore it.
         ignored = len(self.patch) == 2 and OFFICIAL_GENERATORS in self.tensors
-        return self.find_image(self.image_size, patches, is_square=ignored)
+        return self.find_image(self.options.image_size, patches, is_square=ignored)
 
     def _set_generators(self, raw: torch.Tensor) -> None:
         """
@@ -129,7 +121,7 @@ class LieRESource(Source):
                 f"{per_head * heads} separate ones, and at most {blocks} in the {HEAD_DIM} channels of a head."
             )
         share_heads = heads > 1 and count == per_head
-        share_layers = layers == 1 or self.layer_generators == "official"
+        share_layers = layers == 1 or self.options.layer_generators == "official"
         entries = -skew_entries(raw.transpose(-1, -2)).float()
         if share_layers:
             entries = entries[:, :1]
@@ -146,7 +138,7 @@ class LieRESource(Source):
 
     def _set_fixed_encoding(self, table: torch.Tensor) -> None:
         """The baselines: a learned table, or VisionLLaMA's frequencies e^(−4t), t from 0 to 1, for each axis."""
-        encoding, is_used = self.position_encoding, bool(table.count_nonzero())
+        encoding, is_used = self.options.position_encoding, bool(table.count_nonzero())
         require_one_of("position_encoding", encoding, (None, "absolute", "visionllama"))
         if encoding is None:
             encoding = "absolute" if is_used else "visionllama"

@@ -1,20 +1,15 @@
 """Checkpoints of rope-vit (naver): DeiT-III with a learned table, Axial RoPE or RoPE-Mixed."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
 from .base import ConversionError, Source, number_of_heads, require_one_of, sizes
 
 
-# Tensors of a layer without which a model has none of their kind.
-OPTIONAL = ("attention.qkv.bias", "layer_scale1.scale")
-
-
-@dataclass
 class NaverSource(Source):
+    kind = "naver"
     names = {
         "embeddings.cls_token": "cls_token",
         "embeddings.patch_embeddings.projection": "patch_embed.proj",
@@ -29,12 +24,6 @@ class NaverSource(Source):
         "layernorm": "norm",
         "classifier": "head",
     }
-    position_encoding: str | None = None
-    num_attention_heads: int | None = None
-    rope_theta: float = 100.0
-    image_size: int | Iterable[int] | None = None
-    hidden_act: str = "gelu"
-    layer_norm_eps: float = 1e-6
 
     @classmethod
     def stated_options(cls, source_config: Mapping) -> dict:
@@ -52,24 +41,24 @@ class NaverSource(Source):
 
     def read(self) -> None:
         accepted = ("mixed",) if "freqs" in self.tensors else ("axial", "absolute")
-        require_one_of("position_encoding", self.position_encoding, (None, *accepted))
+        require_one_of("position_encoding", self.options.position_encoding, (None, *accepted))
         kernel = self.take("patch_embed.proj.weight", None, None, None, None)
         hidden_size = len(kernel)
-        has_bias, has_scales = (self.official(f"layers.0.{name}") in self.tensors for name in OPTIONAL)
+        has_bias = self.has("layers.0.attention.qkv.bias")
         self.set_transformer(
             kernel,
-            number_of_heads(self.num_attention_heads, None, hidden_size),
-            hidden_act=self.hidden_act,
-            layer_norm_eps=self.layer_norm_eps,
+            number_of_heads(self.options.num_attention_heads, None, hidden_size),
+            hidden_act=self.options.hidden_act,
+            layer_norm_eps=self.options.layer_norm_eps,
             qkv_bias=has_bias,
-            layerscale_value=1e-5 if has_scales else None,
+            layerscale_value=1e-5 if self.has("layers.0.layer_scale1.scale") else None,
         )
         self.split_qkv("weight", 3 * hidden_size, hidden_size)
         if has_bias:
             self.split_qkv("bias", 3 * hidden_size)
         self.ignore("freqs_t_x", "freqs_t_y")
         self._set_table()
-        encoding = self.position_encoding or accepted[0]
+        encoding = self.options.position_encoding or accepted[0]
         if encoding == "mixed":
             self._set_mixed()
         elif encoding == "axial":
@@ -80,10 +69,10 @@ class NaverSource(Source):
     def _set_table(self) -> None:
         """Set the size of images and, if there is one, the table of patches; the class token has no row in it."""
         if "pos_embed" not in self.tensors:
-            self.set_shape(sizes("image_size", 224 if self.image_size is None else self.image_size, 2))
+            self.set_shape(sizes("image_size", 224 if self.options.image_size is None else self.options.image_size, 2))
             return
         table = self.take("pos_embed", 1, None, self.fields["hidden_size"])
-        self.set_shape(self.find_image(self.image_size, table.shape[1]))
+        self.set_shape(self.find_image(self.options.image_size, table.shape[1]))
         self.fields["use_absolute_position_embeddings"] = True
         self.made["embeddings.position_embeddings"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
 
@@ -97,9 +86,13 @@ class NaverSource(Source):
     def _set_axial(self) -> None:
         """Set rope_theta^(−4i/head_dim) for the planes of each half of a head, at the indices of patches."""
         self.require_planes()
-        if not 0 < self.rope_theta < math.inf:
-            raise ConversionError(f"rope_theta={self.rope_theta} must be positive and finite.")
-        self.fields |= {"position_encoding": "axial_rope", "rope_theta": self.rope_theta, "coordinates": "index"}
+        if not 0 < self.options.rope_theta < math.inf:
+            raise ConversionError(f"rope_theta={self.options.rope_theta} must be positive and finite.")
+        self.fields |= {
+            "position_encoding": "axial_rope",
+            "rope_theta": self.options.rope_theta,
+            "coordinates": "index",
+        }
         # Our heads begin with the planes of the rows, those of rope-vit with the planes of the columns.
         for key in [key for key in self.made if ".q_proj." in key or ".k_proj." in key]:
             halves = self.made[key].unflatten(0, (self.fields["num_attention_heads"], 2, -1))

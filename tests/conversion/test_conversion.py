@@ -397,7 +397,7 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"image_size": "16"}, "image_size='16': accepted is a whole number"),
+        ({"image_size": "16"}, "image_size='16': accepted is a number"),
         ({"hidden_act": "evil"}, "hidden_act='evil' must be one of .*'gelu'"),
         ({"axis_scale": 1}, "axis_scale=1: accepted is true or false"),
         ([1], "config.json contains a list"),
