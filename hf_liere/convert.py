@@ -25,13 +25,6 @@ from .storage.saved_model import SavedModel, file_digest
 from .storage.targets import new_directory
 
 
-# By whether layers share generators.
-LAYER_NOTE = {
-    True: "and so does this model (`share_layers=True`): its logits are the official ones.",
-    False: "while every layer of this model uses its own: logits and measured accuracy differ.",
-}
-
-
 def convert_checkpoint(
     checkpoint: str | os.PathLike,
     output: str | os.PathLike,
@@ -67,10 +60,7 @@ def convert_checkpoint(
         local = locate(checkpoint, revision)
         tensors, source_config = read_checkpoint(local)
         conversion = convert_state_dict(tensors, source, source_config, **options)
-        given = {"image_mean": image_mean, "image_std": image_std}
-        statistics = _statistics(local, source_config) | {
-            name: value for name, value in given.items() if value is not None
-        }
+        statistics = _statistics(local, source_config, image_mean=image_mean, image_std=image_std)
         _write(partial, conversion.model(), statistics, _origin(checkpoint, revision), _notes(conversion, options))
     return conversion
 
@@ -156,12 +146,13 @@ def _write(
     render_card(facts_of_run(saved, title=f"{type(model).__name__} from {name}")).write(directory)
 
 
-def _statistics(source: Path, source_config: Mapping | None) -> dict[str, object]:
-    """Pixel statistics of the source's training; its processor overrides timm's configuration."""
+def _statistics(source: Path, source_config: Mapping | None, **given: list[float] | None) -> dict[str, object]:
+    """Pixel statistics of the source's training: those given, of its processor, and of timm's configuration."""
     trained = (source_config or {}).get("pretrained_cfg") or {}
     processor = json_beside(source, "preprocessor_config.json") or {}
     known = {"image_mean": trained["mean"], "image_std": trained["std"]} if {"mean", "std"} <= set(trained) else {}
-    return known | {name: processor[name] for name in ("image_mean", "image_std", "resample") if name in processor}
+    known |= {name: processor[name] for name in ("image_mean", "image_std", "resample") if name in processor}
+    return known | {name: value for name, value in given.items() if value is not None}
 
 
 def _origin(checkpoint: str | os.PathLike, revision: str | None) -> tuple[str, str]:
@@ -185,9 +176,12 @@ def _notes(conversion: Conversion, options: Mapping) -> str:
         shown = ", ".join(f"`{key}`" for key in conversion.ignored[:5])
         notes.append(f"Left out because they do not affect these outputs: {len(conversion.ignored)} tensors, {shown}.")
     if conversion.source == "liere" and conversion.config.position_encoding in ("liere", "rope_mixed"):
+        here = "while every layer of this model uses its own: logits and measured accuracy differ."
+        if conversion.config.share_layers:
+            here = "and so does this model (`share_layers=True`): its logits are the official ones."
         notes.append(
             "The LieRE paper describes separate generators for every layer. The official code uses those of the "
-            f"first layer in every layer, {LAYER_NOTE[conversion.config.share_layers]}"
+            f"first layer in every layer, {here}"
         )
     notes.append("Check `image_mean` and `image_std` in the processor file against the training of the source.")
     return "\n\n".join(notes)

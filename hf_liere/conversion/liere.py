@@ -46,6 +46,9 @@ class LieRESource(Source):
         projection = self.take("to_patch_embedding.1.weight", None, None)
         hidden_size, volume = projection.shape
         axes = self._axes()
+        missing = [name for name in ("patch_size", "image_size") if getattr(self.options, name) is None]
+        if axes == 3 and missing:
+            raise ConversionError(f"The shapes of a volume model do not tell all extents: please give {missing[0]}.")
         table = self.take("pos_embedding", 1, None, hidden_size)
         rows = len(self.take(self.official("layers.0.attention.qkv.weight"), None, hidden_size))
         if rows % (3 * HEAD_DIM):
@@ -54,7 +57,9 @@ class LieRESource(Source):
         kernel = projection.view(hidden_size, *self._patch(axes, volume), self.options.num_channels).movedim(-1, 1)
         pooling = "mean_all" if self.options.pooling == "mean" else "cls"
         self.set_transformer(kernel, rows // (3 * HEAD_DIM), pooling=pooling, **HARD_WIRED)
-        self.set_shape(self._image(table.shape[1] - 1))
+        # For every 2-D model, the official code builds a square table of the last axis; learned rotations ignore it.
+        ignored = axes == 2 and OFFICIAL_GENERATORS in self.tensors
+        self.set_shape(self.find_image(self.options.image_size, table.shape[1] - 1, is_square=ignored))
         self.split_qkv("weight", rows, hidden_size)
         if rows == 3 * hidden_size == 3 * HEAD_DIM and not self.has(OUTPUT.format(0)):
             # A single head as wide as the model has no output projection.
@@ -80,10 +85,6 @@ class LieRESource(Source):
         """Extents of a patch of `volume` values."""
         extents, channels = self.options.patch_size, self.options.num_channels
         if extents is None:
-            if axes == 3:
-                raise ConversionError("The shapes of a volume model do not give its patch: please give patch_size.")
-            if volume % channels:
-                raise ConversionError(f"Patches of {volume} values do not have num_channels={channels}.")
             extents = square_root("patch_size", volume // channels)
         patch = sizes("patch_size", extents, axes)
         if math.prod(patch) * channels != volume:
@@ -92,14 +93,6 @@ class LieRESource(Source):
                 f"checkpoint's have {volume}."
             )
         return patch
-
-    def _image(self, patches: int) -> tuple[int, ...]:
-        """Extents of a training input of `patches` patches."""
-        if self.options.image_size is None and len(self.patch) == 3:
-            raise ConversionError("The shapes of a volume model do not give its input: please give image_size.")
-        # For every 2-D model, the official code builds a square table of the last axis; learned rotations ignore it.
-        ignored = len(self.patch) == 2 and OFFICIAL_GENERATORS in self.tensors
-        return self.find_image(self.options.image_size, patches, is_square=ignored)
 
     def _set_generators(self, raw: torch.Tensor) -> None:
         """

@@ -28,12 +28,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict | None]:
     Raises:
         ConversionError, CheckpointError: if the checkpoint is missing, damaged, ours, or a pickle that needs code.
     """
+    source_config = json_beside(path, "config.json")
     if path.is_dir():
         refuse_diffusers(path)
-    source_config = json_beside(path, "config.json")
-    kind = str((source_config or {}).get("model_type"))
-    if path.is_dir() and (kind in OWN_MODEL_TYPES or kind.startswith(TYPE_PREFIX)):
-        raise ConversionError(f"{path} is already a model of hf_liere; from_pretrained reads it.")
+        if str((source_config or {}).get("model_type")).startswith((*OWN_MODEL_TYPES, TYPE_PREFIX)):
+            raise ConversionError(f"{path} is already a model of hf_liere; from_pretrained reads it.")
     tensors: dict[str, torch.Tensor] = {}
     for file in _weight_files(path):
         tensors.update(_read(file))
