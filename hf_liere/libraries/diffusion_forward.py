@@ -7,7 +7,6 @@ sin to the frequencies of its layer; or hooks on the norms of queries and keys r
 own rotation becomes the identity.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 from torch import nn
 
 from ..models.encoding.positions import TokenPositions
-from ..models.fast.dispatch import product_dtype, working_dtype
-from ..models.patched.carrying import carry, take_off
+from ..models.fast.dispatch import product_dtype
+from ..models.patched.carrying import Turn, carry, take_off
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import AttentionPass, Pass
 from ..models.probing.module_inspection import View
 from ..models.probing.planes import Planes
-from .rotations import LearnedFrequencies, Turn, apply_turn, identity_turn
+from .rotations import LearnedFrequencies, apply_turn, find_coordinates, identity_turn, is_turn_at
 
 
 # By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
@@ -94,7 +93,7 @@ def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: 
     """Forward hook of a rotary module: coordinates travel behind its output."""
     patch = tower.rotary_patch
     family, level = patch.family, _noise_level(patch)
-    coordinates = family.parts(family.coordinates(rope, *args, **kwargs))
+    coordinates = family.place(patch.planes, output, rope, *args, **kwargs)
     carried = tuple(carry_places(turn, places, level) for turn, places in zip(family.parts(output), coordinates))
     return carried if family.text == "separate" else carried[0]
 
@@ -106,37 +105,12 @@ def carry_argument(model: Any, options: dict) -> None:
     if turn is None:
         raise RuntimeError(f"{type(model).__name__} got no {patch.family.argument}, so it would not rotate: pass it.")
     coordinates = find_coordinates(turn, patch.planes)  # (N, A)
-    options[patch.family.argument] = carry_places(turn, coordinates, _noise_level(patch))
-
-
-def find_coordinates(turn: tuple[torch.Tensor, torch.Tensor], planes: Planes) -> torch.Tensor:
-    """
-    (…, N, A) coordinates from cos and sin of adjacent channels: every axis from its slowest plane, whose angle is below
-    a turn, and then from faster ones, whose whole turns are known by then.
-
-    Raises:
-        RuntimeError: if these are not the rotations of such planes.
-    """
-    cos, sin = (part[..., ::2].to(working_dtype(part.device)) for part in turn)  # (…, N, planes) each
-    angles = torch.atan2(sin, cos)
-    places = [torch.zeros_like(angles[..., 0]) for _ in range(planes.num_axes)]
-    for speed, axis, plane in sorted(zip(planes.speeds, planes.axes, range(planes.num_planes))):
-        places[axis] = places[axis] + _wrap(angles[..., plane] - places[axis] * speed) / speed
-    coordinates = torch.stack(places, dim=-1)  # (…, N, A)
-    if (
-        not torch.compiler.is_compiling()
-        and _wrap(angles - planes.angles(coordinates)[..., 0, 0, :, :]).abs().max() > 1e-3
-    ):
+    if not torch.compiler.is_compiling() and not is_turn_at(turn, patch.planes, coordinates):
         raise RuntimeError(
             "The given rotations are not those of one coordinate on every axis times the frequencies that diffusers' "
             "pipelines use for this model; unpatch the model."
         )
-    return coordinates.float()
-
-
-def _wrap(angles: torch.Tensor) -> torch.Tensor:
-    """Angles from −π to π."""
-    return torch.remainder(angles + math.pi, 2 * math.pi) - math.pi
+    options[patch.family.argument] = carry_places(turn, coordinates, _noise_level(patch))
 
 
 def carry_positions(model: Any, options: dict) -> None:

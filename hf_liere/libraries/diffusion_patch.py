@@ -1,5 +1,6 @@
 """Patches of diffusers' transformers: what is known of these, the hooks, and schedules of frequencies."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +28,12 @@ from .diffusion_forward import (
 )
 from .families import FAMILIES, DiffusionFamily
 from .library_patch import LibraryPatch, LibraryTower
-from .rotations import require_known
+from .rotations import planes_along, require_known
 from .schedules import FrequencySchedule, Schedule
 
 
+# The least half turn of the slowest plane of an axis, in tokens, where coordinates are read from cos and sin.
+REACH = 32
 # In the configuration of a patched model. diffusers warns of unknown fields without an underscore.
 CONFIG_FIELD = "_rotary_patch"
 
@@ -42,7 +45,7 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
 
     Attributes:
         schedule: Of the frequencies, `None` for none.
-        noise_level: As in [`DiffusionFamily`], if it is not that of the family.
+        noise_level: As in [`set_frequency_schedule`], if it is not that of the family.
         reads_level: Whether the schedule depends on the noise level.
     """
 
@@ -150,22 +153,30 @@ class DiffusionTower(LibraryTower):
         model, family = self.module, FAMILIES[self.kind]
         assert family.planes is not None, "a family that rotates"
         planes = family.planes(model)
+        if family.coordinates is None:
+            reach = min(math.pi / planes_along(planes, axis)[0][0] for axis in range(planes.num_axes))
+            if reach < REACH:
+                raise ValueError(
+                    f"{self.label} has so few channels for an axis that rotations repeat after {2 * reach:.3g} tokens, "
+                    f"and do not tell where these are; accepted: {2 * REACH} tokens or more."
+                )
         if family.rope is None:
             if not model.config.use_rotary_positional_embeddings:
                 raise ValueError(
                     f"{self.label} has use_rotary_positional_embeddings=False: it adds a table and does not rotate."
                 )
         else:
-            assert family.example is not None and family.coordinates is not None, "a family with a rotary module"
+            assert family.example is not None, "a family with a rotary module"
             rope, device = getattr(model, family.rope), device_of(model)
             arguments = {
                 name: value.to(device) if isinstance(value, torch.Tensor) else value
                 for name, value in family.example(model).items()
             }
             with torch.no_grad():
-                turns, coordinates = rope(**arguments), family.coordinates(rope, **arguments)
+                turns = rope(**arguments)
+                coordinates = family.place(planes, turns, rope, **arguments)
             label = f"{self.label}: {type(rope).__name__}"
-            for turn, places in zip(family.parts(turns), family.parts(coordinates)):
+            for turn, places in zip(family.parts(turns), coordinates):
                 require_known(turn, planes, places, label, "diffusers")
         return planes
 
@@ -211,7 +222,7 @@ def set_frequency_schedule(
         patch = tower.rotary_patch
         patch.schedule, patch.noise_level = schedule, noise_level
         is_static = schedule is None or (isinstance(schedule, FrequencySchedule) and schedule.dype is None)
-        patch.reads_level = not is_static and (noise_level or patch.family.noise_level) is not None
+        patch.reads_level = not is_static and (noise_level or patch.family.timesteps) is not None
 
 
 def _check_schedule(tower: nn.Module, schedule: Schedule | None, noise_level: Callable | None) -> None:
@@ -231,7 +242,7 @@ def _check_schedule(tower: nn.Module, schedule: Schedule | None, noise_level: Ca
                 f"trained_size={schedule.trained_size!r} must have {patch.planes.num_axes} entries for the axes of "
                 f"{name}, with None for those that are not scaled."
             )
-        if schedule.dype is not None and (noise_level or patch.family.noise_level) is None:
+        if schedule.dype is not None and (noise_level or patch.family.timesteps) is None:
             raise ValueError(
                 f"dype needs the noise level, which the timestep of {name} does not tell: pass noise_level."
             )

@@ -1,7 +1,7 @@
 """
-The transformers of diffusers that can be patched: where each computes its rotations, from which coordinates and
-frequencies, and which attention modules receive them. diffusers passes finished cos and sin, so coordinates and
-frequencies are computed here as the model does; `diffusion_patch` compares them with the model's own cos and sin.
+The transformers of diffusers that can be patched: where each computes its rotations, with which frequencies, and which
+attention modules receive them. diffusers passes finished cos and sin: frequencies are computed here as the model does,
+and coordinates read from cos and sin wherever these tell them. `diffusion_patch` compares both with the model's own.
 """
 
 import math
@@ -14,6 +14,7 @@ from torch import nn
 
 from ..models.probing.module_inspection import device_of
 from ..models.probing.planes import Planes
+from .rotations import find_coordinates
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class DiffusionFamily:
         argument: The argument by which attention receives rotations; for models that do not rotate, the dictionary
             that the model passes on to attention.
         planes: (model) → the planes of the channels that one cos and sin cover: a head, or all heads in a row.
-        coordinates: (rope, …) → (…, N, A) coordinates for the arguments of the rotary module; a tuple where it returns
-            several rotations, of images and of text.
+        coordinates: (rope, …) → (…, N, A) coordinates for the arguments of the rotary module, where they may exceed
+            half a turn of the slowest plane; else `None`, and [`find_coordinates`] reads them from cos and sin.
         example: (model) → arguments of the rotary module for a few tokens, by name.
         heads_first: Whether queries and keys are (B, H, N, D), not (B, N, H, D), when attention has normalised them.
         text: Where tokens of text stand in the rotations: `"first"`; `"separate"` if they have rotations of their own;
@@ -38,7 +39,8 @@ class DiffusionFamily:
             sin allows: they are rotated where they are normalised.
         cross: Another attention module of each block, which gets the same dictionary and does not rotate.
         argument_of_scale: The argument by which a model divides its coordinates by the size of training.
-        noise_level: (timestep as the model takes it) → 1 for noise to 0 for a clean image; `None` where it is unknown.
+        timesteps: Those of a clean image and of noise, as the model takes them; `None` if they do not tell the level of
+            noise.
     """
 
     rope: str | None
@@ -52,7 +54,7 @@ class DiffusionFamily:
     in_place: bool = False
     cross: str = ""
     argument_of_scale: str | None = None
-    noise_level: Callable[[torch.Tensor], torch.Tensor] | None = None
+    timesteps: tuple[float, float] | None = (0.0, 1000.0)
 
     @property
     def rotates(self) -> bool:
@@ -61,6 +63,18 @@ class DiffusionFamily:
     def parts(self, given: Any) -> tuple:
         """What belongs to images, and what to text where that is separate."""
         return tuple(given) if self.text == "separate" else (given,)
+
+    def place(self, planes: Planes, turns: Any, rope: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """(…, N, A) coordinates of every part of what a rotary module returned for these arguments."""
+        if self.coordinates is not None:
+            return [self.coordinates(rope, *args, **kwargs)]
+        return [find_coordinates(turn, planes) for turn in self.parts(turns)]
+
+    def noise_level(self, timestep: torch.Tensor) -> torch.Tensor:
+        """1 for noise to 0 for a clean image."""
+        assert self.timesteps is not None, "checked when a schedule was set"
+        clean, noise = self.timesteps
+        return (timestep - clean) / (noise - clean)
 
     def find_attentions(self, model: nn.Module, cross: bool = False) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of the attention modules that receive rotations, or of the others that get the dictionary."""
@@ -80,25 +94,6 @@ def geometric_planes(
     spectra = [[base ** (-index / count) for index in range(0, count, 2)] for count, base in zip(channels, thetas)]
     numbers = [axis for axis, spectrum in enumerate(spectra) for _ in spectrum]
     return Planes.from_pairing(sum(spectra, []), numbers, pairing)
-
-
-def grid_coordinates(starts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """(N, A) indices of a grid, the first axis slowest."""
-    axes = (torch.arange(first, first + size, device=device) for first, size in zip(starts, sizes))
-    return torch.cartesian_prod(*axes).float()
-
-
-def _patch_size(rope: Any) -> tuple[int, int, int]:
-    size = rope.patch_size
-    return tuple(size) if isinstance(size, (list, tuple)) else (rope.patch_size_t, size, size)
-
-
-def _place_patches(rope: Any, hidden_states: torch.Tensor, fps: int | None = None) -> torch.Tensor:
-    """(N, 3) indices of the patches of (B, C, frames, height, width) latents."""
-    sizes = tuple(size // extent for size, extent in zip(hidden_states.shape[2:], _patch_size(rope)))
-    coordinates = grid_coordinates((0, 0, 0), sizes, hidden_states.device)
-    # Cosmos counts time in frames at the frame rate of training.
-    return coordinates if fps is None else coordinates * coordinates.new_tensor([rope.base_fps / fps, 1.0, 1.0])
 
 
 def _place_ltx(
@@ -135,42 +130,20 @@ def _cogvideox_planes(model: Any) -> Planes:
     return geometric_planes((channels // 4, channels // 8 * 3, channels // 8 * 3))
 
 
-def _place_qwen(
-    rope: Any, video_fhw: Any, device: Any = None, max_txt_seq_len: Any = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coordinates of images, one after the other on the first axis, and of text, beyond their corner on all axes."""
-    shapes = video_fhw[0] if isinstance(video_fhw, list) else video_fhw
-    shapes = shapes if isinstance(shapes, list) else [shapes]
-    # Layered models put the last image, the condition, before the others.
-    layered, last = type(rope).__name__ == "QwenEmbedLayer3DRope", len(shapes) - 1
-    images, corner = [], last if layered else 0
-    for index, (frames, height, width) in enumerate(shapes):
-        frame = -1 if layered and index == last else index
-        starts = (height // 2 - height, width // 2 - width) if rope.scale_rope else (0, 0)
-        images.append(grid_coordinates((frame, *starts), (frames, height, width), device))
-        reach = (height // 2, width // 2) if rope.scale_rope else (height, width)
-        corner = max(corner, *reach)
-    text = torch.arange(corner, corner + int(max_txt_seq_len), device=device).float()  # (N_text,)
-    return torch.cat(images), text.unsqueeze(-1).expand(-1, 3)  # (N_image, 3), (N_text, 3)
-
-
 def _few_ids(model: Any) -> dict:
     axes = len(getattr(model, "axes_dims", None) or model.config.axes_dims_rope)
     return {"ids": torch.arange(5 * axes).view(5, axes) % 7}
 
 
-def _few_latents(model: Any) -> dict:
-    """Two patches on every axis."""
-    return {"hidden_states": torch.zeros(1, 1, *(2 * size for size in _patch_size(model.rope)))}
-
-
+# Patches have one or two of these on every axis.
+FEW_LATENTS = {"hidden_states": torch.zeros(1, 1, 4, 4, 4)}
 FLUX: dict[str, Any] = {
     "rope": "pos_embed",
     "planes": lambda model: geometric_planes(model.pos_embed.axes_dim, model.pos_embed.theta),
     "coordinates": lambda rope, ids: ids.float(),  # (N, A)
     "example": _few_ids,
     "text": "first",
-    "noise_level": lambda timestep: timestep,
+    "timesteps": (0.0, 1.0),
 }
 STREAMS = (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn"))
 FAMILIES = {
@@ -180,10 +153,9 @@ FAMILIES = {
         rope="pos_embed",
         attentions=(("transformer_blocks", "attn"),),
         planes=FLUX["planes"],
-        coordinates=_place_qwen,
         example=lambda model: {"video_fhw": [[(1, 2, 3), (1, 3, 2)]], "max_txt_seq_len": 4, "device": device_of(model)},
         text="separate",
-        noise_level=FLUX["noise_level"],
+        timesteps=FLUX["timesteps"],
     ),
     "ZImageTransformer2DModel": DiffusionFamily(
         rope="rope_embedder",
@@ -194,24 +166,20 @@ FAMILIES = {
         planes=lambda model: geometric_planes(model.rope_embedder.axes_dims, model.rope_embedder.theta),
         coordinates=FLUX["coordinates"],
         example=_few_ids,
-        noise_level=lambda timestep: 1 - timestep,
+        timesteps=(1.0, 0.0),
     ),
     "WanTransformer3DModel": DiffusionFamily(
         rope="rope",
         attentions=(("blocks", "attn1"),),
         argument="rotary_emb",
         planes=lambda model: geometric_planes((model.rope.t_dim, model.rope.h_dim, model.rope.w_dim)),
-        coordinates=_place_patches,
-        example=_few_latents,
-        noise_level=lambda timestep: timestep / 1000,
+        example=lambda model: FEW_LATENTS,
     ),
     "HunyuanVideoTransformer3DModel": DiffusionFamily(
         rope="rope",
         attentions=STREAMS,
         planes=lambda model: geometric_planes(model.rope.rope_dim, model.rope.theta),
-        coordinates=_place_patches,
-        example=_few_latents,
-        noise_level=lambda timestep: timestep / 1000,
+        example=lambda model: FEW_LATENTS,
     ),
     "LTXVideoTransformer3DModel": DiffusionFamily(
         rope="rope",
@@ -227,9 +195,9 @@ FAMILIES = {
             factors=(model.rope.t_ntk_factor, model.rope.h_ntk_factor, model.rope.w_ntk_factor),
             pairing="halves",
         ),
-        coordinates=_place_patches,
-        example=lambda model: {**_few_latents(model), "fps": 12},
+        example=lambda model: {**FEW_LATENTS, "fps": 12},
         heads_first=True,
+        timesteps=None,
     ),
     "CogVideoXTransformer3DModel": DiffusionFamily(
         rope=None,
@@ -237,7 +205,6 @@ FAMILIES = {
         heads_first=True,
         text="unrotated_first",
         in_place=True,
-        noise_level=lambda timestep: timestep / 1000,
     ),
     "SD3Transformer2DModel": DiffusionFamily(
         rope=None,

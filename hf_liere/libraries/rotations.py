@@ -6,7 +6,8 @@ them, in float64 or from a table, the start has the same bits. Blocks rotate que
 them, and the model's own rotation becomes the identity.
 """
 
-from typing import Any, TypeAlias
+import math
+from typing import Any
 
 import torch
 from transformers import initialization as init
@@ -14,15 +15,13 @@ from transformers import initialization as init
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.fast.dispatch import working_dtype
+from ..models.patched.carrying import Turn
+from ..models.probing.coordinate_probe import split_cos_sin
 from ..models.probing.planes import Planes
 from ..models.rotation.learned_rotations import LearnedRotations
 from ..models.rotation.model_basis import rotate_one
 from ..models.rotation.rotation import TokenRotation
 from .schedules import Schedule, ScheduleInput
-
-
-# Either complex numbers, or cos and sin.
-Turn: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class LearnedFrequencies(LearnedRotations):
@@ -126,8 +125,33 @@ def identity_turn(turn: Turn) -> Turn:
     return torch.ones_like(turn[0]), torch.zeros_like(turn[1])
 
 
-def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, library: str) -> None:
-    """Raise `ValueError` if a model's own rotation is not that of some planes at (…, N, A) places."""
+def planes_along(planes: Planes, axis: int) -> list[tuple[float, int]]:
+    """(frequency, plane) of those that turn along an axis, the slowest first."""
+    return sorted((planes.speeds[plane], plane) for plane in planes.turning if planes.axes[plane] == axis)
+
+
+def find_coordinates(turn: Turn, planes: Planes) -> torch.Tensor:
+    """
+    (…, N, A) coordinates from a model's own rotation: every axis from its slowest plane, whose angle is below half a
+    turn, and then from faster ones, whose whole turns are known by then.
+    """
+    cos, sin = split_cos_sin(turn)
+    dtype, places = working_dtype(cos.device), []
+    for axis in range(planes.num_axes):
+        speeds = planes_along(planes, axis)
+        place: torch.Tensor | float = 0.0
+        for speed, plane in (speeds[0], speeds[len(speeds) // 2], speeds[-1]):
+            channel = plane if isinstance(turn, torch.Tensor) else (planes.pairs or ())[plane][0]
+            angle = torch.atan2(sin[..., channel].to(dtype), cos[..., channel].to(dtype))  # (…, N)
+            place = place + (torch.remainder(angle - place * speed + math.pi, 2 * math.pi) - math.pi) / speed
+        places.append(place)
+    found = torch.stack(places, dim=-1).float()  # (…, N, A)
+    # Half types tell no fractions, and tables of cos and sin, which are rounded with a model, contain none.
+    return found.round() if cos.dtype in (torch.float16, torch.bfloat16) else found
+
+
+def is_turn_at(turn: Turn, planes: Planes, places: torch.Tensor) -> bool:
+    """Whether a model's own rotation is that of some planes at (…, N, A) places."""
     angles = planes.angles(places.to(working_dtype(places.device)))
     found = (turn,) if isinstance(turn, torch.Tensor) else turn
     tokens = found[0].shape[:-1]
@@ -137,11 +161,17 @@ def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, 
         rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
         tolerance = rounded + 2e-6 * angles.abs().max()
         pairs = zip(found, (known,) if isinstance(known, torch.Tensor) else known)
-        if all(x.shape == y.shape and (x - y).abs().max() <= tolerance for x, y in pairs):
-            return
-    raise ValueError(
-        f"{label} computes other rotations than the releases of {library} that are known here do; nothing was changed."
-    )
+        return all(x.shape == y.shape and bool((x - y).abs().max() <= tolerance) for x, y in pairs)
+    return False
+
+
+def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, library: str) -> None:
+    """Raise `ValueError` if a model's own rotation is not that of some planes at (…, N, A) places."""
+    if not is_turn_at(turn, planes, places):
+        raise ValueError(
+            f"{label} computes other rotations than the releases of {library} that are known here do; nothing was "
+            "changed."
+        )
 
 
 class StateRotations(LearnedRotations):

@@ -21,7 +21,8 @@ from hf_liere import (
     set_frequency_schedule,
     unpatch,
 )
-from hf_liere.libraries.families import FAMILIES
+from hf_liere.libraries.families import FAMILIES, geometric_planes
+from hf_liere.libraries.rotations import find_coordinates
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
@@ -131,6 +132,37 @@ def test_other_forms_of_inputs(case):
         randomize(model, 0.05)
         assert (run(model, inputs) - before).abs().max() > 1e-4
         unpatch(model)
+
+
+# By family, the channels of a head in released models; the most tokens along an axis that these allow, or their tables.
+RELEASED = {
+    "QwenImageTransformer2DModel": ((16, 56, 56), 10000.0, (4096, 8192, 8192)),
+    "WanTransformer3DModel": ((44, 42, 42), 10000.0, (1024, 1024, 1024)),
+    "HunyuanVideoTransformer3DModel": ((16, 56, 56), 256.0, (402, 659, 659)),
+    "CosmosTransformer3DModel": ((44, 42, 42), 10000.0, (1024, 1024, 1024)),
+    "CogVideoXTransformer3DModel": ((16, 24, 24), 10000.0, (4096, 4096, 4096)),
+}
+
+
+@pytest.mark.parametrize(("channels", "theta", "sizes"), RELEASED.values(), ids=RELEASED)
+@pytest.mark.parametrize("form", ["adjacent", "halves", "complex"])
+def test_coordinates_from_cos_and_sin(form, channels, theta, sizes):
+    """Of the largest grids of released models, from cos and sin in float32: their rounding, and one in the result."""
+    assert set(RELEASED) == {name for name, one in FAMILIES.items() if one.rotates and one.coordinates is None}
+    planes = geometric_planes(channels, theta, pairing="adjacent" if form == "complex" else form)
+    for axis, size in enumerate(sizes):
+        places = torch.zeros(size, 3, dtype=torch.float64)
+        places[:, axis] = torch.arange(size) - (size // 2 if size == 8192 else 0)
+        angles = torch.cat(
+            [places[:, [a]] * theta ** (-torch.arange(0, d, 2).double() / d) for a, d in enumerate(channels)], dim=-1
+        )
+        repeat = {"adjacent": lambda x: x.repeat_interleave(2, -1), "halves": lambda x: torch.cat([x, x], -1)}
+        cos, sin = (repeat.get(form, lambda x: x)(x) for x in (angles.cos().float(), angles.sin().float()))
+        found = find_coordinates(torch.complex(cos, sin) if form == "complex" else (cos, sin), planes)
+        assert found.dtype == torch.float32 and (found - places).abs().max() < 1e-7
+    # Wan keeps tables, which are rounded with a model that is cast.
+    if channels == (44, 42, 42) and form == "adjacent":
+        assert torch.equal(find_coordinates((cos.bfloat16(), sin.bfloat16()), planes), places.float())
 
 
 @rotating

@@ -182,6 +182,7 @@ def test_refused_models():
         (other_base, PLANES, "other rotations"),
         (table, PLANES, "does not rotate"),
         (FLUX.build().to("meta"), PLANES, "before they are offloaded"),
+        (vary(wan.name, wan.inputs, attention_head_dim=8).build(), PLANES, "repeat after 6.28 tokens"),
         (LTX.build(), replace(BLOCKS, position_encoding="comrope_ld"), "multiples of one matrix"),
     ):
         before = dict(model.named_modules())
