@@ -45,23 +45,20 @@ class CarryingRope(View):
         return carry_coordinates(self.tower, self.base, args, kwargs, self.base(*args, **kwargs))
 
 
-def carry_places(turn: Turn, coordinates: torch.Tensor, level: torch.Tensor | None) -> Turn:
-    """A rotation with coordinates, and the noise level if there is one, behind its channels."""
+def carry_places(turn: Turn, coordinates: torch.Tensor) -> Turn:
+    """A rotation with coordinates, and the noise level of the forward pass or 0, behind its channels."""
     carrier = turn if isinstance(turn, torch.Tensor) else turn[0]
     coordinates = coordinates.reshape(*carrier.shape[:-1], -1)
-    if level is not None:
-        level = level.to(coordinates).expand(*coordinates.shape[:-1], 1)
-        coordinates = torch.cat([coordinates, level], dim=-1)  # (…, N, A + 1)
-    return carry(turn, coordinates)
+    current = NoiseLevel.current()
+    level = coordinates.new_zeros(()) if current is None else current.level.to(coordinates)
+    return carry(turn, torch.cat([coordinates, level.expand(*coordinates.shape[:-1], 1)], dim=-1))  # (…, N, A + 1)
 
 
-def take_places(carrier: Turn, layer: int, planes: Planes) -> tuple[Turn, torch.Tensor, torch.Tensor | None]:
+def take_places(carrier: Turn, layer: int, planes: Planes) -> tuple[Turn, torch.Tensor, torch.Tensor]:
     """The inverse of [`carry_places`]: the rotation, its (…, N, A) coordinates, and the noise level."""
     channels = planes.num_planes * (1 if isinstance(carrier, torch.Tensor) else 2)
-    counts = planes.num_axes, planes.num_axes + 1
-    turn, carried = take_off(carrier, f"Attention layer {layer}", channels, *counts)  # (…, N, A or A + 1)
-    coordinates, level = carried[..., : planes.num_axes], carried[..., planes.num_axes :]
-    return turn, coordinates, level.flatten()[0] if level.shape[-1] else None
+    turn, carried = take_off(carrier, f"Attention layer {layer}", channels, planes.num_axes + 1)  # (…, N, A + 1)
+    return turn, carried[..., :-1], carried[..., -1].flatten()[0]
 
 
 @dataclass(eq=False)
@@ -76,25 +73,22 @@ def record_noise_level(model: Any, options: dict) -> None:
     patch = model.rotary_patch
     if not patch.reads_level:
         return
-    timestep = options["t"] if "t" in options else options["timestep"]
-    level = (patch.noise_level or patch.family.noise_level)(torch.as_tensor(timestep).float().flatten())  # (B,)
+    level = torch.as_tensor(options["t"] if "t" in options else options["timestep"]).float().flatten()  # (B,)
+    if patch.noise_level is not None:
+        level = patch.noise_level(level)
+    else:
+        clean, noise = patch.family.timesteps
+        level = (level - clean) / (noise - clean)
     if not torch.compiler.is_compiling() and (level != level[0]).any():
         raise RuntimeError(f"The samples have different noise levels, {level.tolist()}; a schedule needs one.")
     NoiseLevel(model, level[0]).begin()
 
 
-def _noise_level(patch: Any) -> torch.Tensor | None:
-    """That of the forward pass, if a schedule asks for it."""
-    current = NoiseLevel.current()
-    return current.level if patch.reads_level and current is not None else None
-
-
 def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: Any) -> Any:
     """Forward hook of a rotary module: coordinates travel behind its output."""
-    patch = tower.rotary_patch
-    family, level = patch.family, _noise_level(patch)
-    coordinates = family.place(patch.planes, output, rope, *args, **kwargs)
-    carried = tuple(carry_places(turn, places, level) for turn, places in zip(family.parts(output), coordinates))
+    family = tower.rotary_patch.family
+    coordinates = family.place(tower.rotary_patch.planes, output, rope, *args, **kwargs)
+    carried = tuple(map(carry_places, family.parts(output), coordinates))
     return carried if family.text == "separate" else carried[0]
 
 
@@ -110,7 +104,7 @@ def carry_argument(model: Any, options: dict) -> None:
             "The given rotations are not those of one coordinate on every axis times the frequencies that diffusers' "
             "pipelines use for this model; unpatch the model."
         )
-    options[patch.family.argument] = carry_places(turn, coordinates, _noise_level(patch))
+    options[patch.family.argument] = carry_places(turn, coordinates)
 
 
 def carry_positions(model: Any, options: dict) -> None:
@@ -166,7 +160,10 @@ def _turn_parts(
             )
         places = parts[0][1].flatten(0, -2)  # (N, A), of images
         size = places.amax(0) - places.amin(0) + 1  # (A,)
-    return [encoding(layer, turn, places, patch.schedule, size, level) for turn, places, level in parts]
+    return [
+        encoding(layer, turn, places, patch.schedule, size, level if patch.reads_level else None)
+        for turn, places, level in parts
+    ]
 
 
 class DiffusionPass(AttentionPass):

@@ -70,12 +70,6 @@ class DiffusionFamily:
             return [self.coordinates(rope, *args, **kwargs)]
         return [find_coordinates(turn, planes) for turn in self.parts(turns)]
 
-    def noise_level(self, timestep: torch.Tensor) -> torch.Tensor:
-        """1 for noise to 0 for a clean image."""
-        assert self.timesteps is not None, "checked when a schedule was set"
-        clean, noise = self.timesteps
-        return (timestep - clean) / (noise - clean)
-
     def find_attentions(self, model: nn.Module, cross: bool = False) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of the attention modules that receive rotations, or of the others that get the dictionary."""
         for part, names in self.attentions:
@@ -87,10 +81,10 @@ class DiffusionFamily:
 
 
 def geometric_planes(
-    channels: Sequence[int], theta: float = 10000.0, factors: Sequence[float] = (), pairing: str = "adjacent"
+    channels: Sequence[int], theta: float | Sequence[float] = 10000.0, pairing: str = "adjacent"
 ) -> Planes:
-    """RoPE's planes of several axes, one after the other: ω_i = (factor·θ)^(−2i/d) for the d channels of an axis."""
-    thetas = [theta * factor for factor in factors] or [theta] * len(channels)
+    """RoPE's planes of several axes, one after the other: ω_i = θ^(−2i/d) for the d channels of an axis, and its θ."""
+    thetas = theta if isinstance(theta, Sequence) else [theta] * len(channels)
     spectra = [[base ** (-index / count) for index in range(0, count, 2)] for count, base in zip(channels, thetas)]
     numbers = [axis for axis, spectrum in enumerate(spectra) for _ in spectrum]
     return Planes.from_pairing(sum(spectra, []), numbers, pairing)
@@ -122,12 +116,6 @@ def _ltx_planes(model: Any) -> Planes:
     rest = rope.dim % 6 // 2
     frequencies = [0.0] * rest + [frequency for frequency in spectrum for _ in range(3)]
     return Planes.from_pairing(frequencies, (0,) * rest + (0, 1, 2) * count, "adjacent")
-
-
-def _cogvideox_planes(model: Any) -> Planes:
-    """As the pipelines compute them (`get_3d_rotary_pos_embed`): a quarter of the channels for time."""
-    channels = model.config.attention_head_dim
-    return geometric_planes((channels // 4, channels // 8 * 3, channels // 8 * 3))
 
 
 def _few_ids(model: Any) -> dict:
@@ -192,7 +180,7 @@ FAMILIES = {
         rope="rope",
         planes=lambda model: geometric_planes(
             (model.rope.dim_t, model.rope.dim_h, model.rope.dim_w),
-            factors=(model.rope.t_ntk_factor, model.rope.h_ntk_factor, model.rope.w_ntk_factor),
+            [10000.0 * getattr(model.rope, f"{axis}_ntk_factor") for axis in "thw"],
             pairing="halves",
         ),
         example=lambda model: {**FEW_LATENTS, "fps": 12},
@@ -201,7 +189,8 @@ FAMILIES = {
     ),
     "CogVideoXTransformer3DModel": DiffusionFamily(
         rope=None,
-        planes=_cogvideox_planes,
+        # As the pipelines compute them (`get_3d_rotary_pos_embed`): a quarter of the channels for time.
+        planes=lambda model: geometric_planes([model.config.attention_head_dim // 8 * count for count in (2, 3, 3)]),
         heads_first=True,
         text="unrotated_first",
         in_place=True,

@@ -43,16 +43,12 @@ class LearnedFrequencies(LearnedRotations):
             raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
         self.config, self.style = config, str(planes.style)
         self.place = {layer: 0 if config.share_layers else place for place, layer in enumerate(layers)}
-        axes = torch.tensor(planes.axes)
         self.log_factors = self.new_parameter(len(set(self.place.values())), len(planes.turning))
         # The bits of float32 numbers: conversions of the model to half types leave integers as they are.
         bits = torch.tensor(planes.speeds, dtype=torch.float32).view(torch.int32)  # (planes,)
-        same_axis = axes == axes.unsqueeze(-1)  # (planes, planes)
         self.register_buffer("frequency_bits", bits, persistent=False)
         self.register_buffer("turning", torch.tensor(planes.turning), persistent=False)  # (turning planes,)
-        self.register_buffer("axes", axes, persistent=False)  # (planes,)
-        self.register_buffer("ranks", same_axis.tril(-1).sum(-1), persistent=False)  # (planes,)
-        self.register_buffer("channels", 2 * same_axis.sum(-1), persistent=False)  # (planes,)
+        self.register_buffer("axes", torch.tensor(planes.axes), persistent=False)  # (planes,)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -80,6 +76,7 @@ class LearnedFrequencies(LearnedRotations):
         """
         device, dtype = coordinates.device, working_dtype(coordinates.device)
         frequencies = self.frequency_bits.to(device).view(torch.float32).to(dtype)  # (planes,)
+        axes = self.axes.to(device)
         # e^δ − 1, exactly 0 at the start
         change = torch.zeros_like(frequencies)
         if layer in self.place:
@@ -87,12 +84,12 @@ class LearnedFrequencies(LearnedRotations):
             change = change.index_copy(0, self.turning.to(device), turning)  # (planes,)
         factor: torch.Tensor | float = 1.0
         if schedule is not None:
-            axes, ranks, channels = (x.to(device) for x in (self.axes, self.ranks, self.channels))
-            learned = frequencies * (change + 1)  # (planes,)
+            learned, same_axis = frequencies * (change + 1), axes == axes.unsqueeze(-1)  # (planes,), (planes, planes)
+            ranks, channels = same_axis.tril(-1).sum(-1), 2 * same_axis.sum(-1)  # (planes,) each
             multipliers, factor = schedule(ScheduleInput(learned, axes, ranks, channels, size, noise_level, layer))
             # e^δ m − 1, exactly e^δ − 1 where the schedule changes nothing
             change = change * multipliers + (multipliers - 1)
-        angles = coordinates.to(dtype).index_select(-1, self.axes.to(device)) * (frequencies * change)  # (…, N, planes)
+        angles = coordinates.to(dtype).index_select(-1, axes) * (frequencies * change)  # (…, N, planes)
         return turn_further(turn, angles, self.style, factor)
 
 
