@@ -204,7 +204,7 @@ def read_file(
             return Sample(path.name, read_picture(path)[None])
         if num_frames is None:
             return Sample(path.name, reader.read(path))
-        times = reader.frame_times(path) if is_physical else reader.uneven_times(path)
+        times = reader.frame_times(path, if_even=is_physical)
         length = reader.count(path) if times is None else len(times)
         indices, places = clip_indices(length, num_frames, None, 0.5, times), None
         if is_physical:

@@ -7,6 +7,7 @@ and keys through `q_norm` and `k_norm`, where hooks rotate them, or through its 
 sin.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -85,19 +86,17 @@ class ImagePass(Pass):
         return place_patches(tower.rope, self.shapes.to(device), self.length)
 
 
-def begin_image(tower: nn.Module, embedding: Any, args: tuple, output: torch.Tensor) -> None:
-    """Forward hook of a patch embedding."""
-    grid = output.shape[1:3] if output.ndim == 4 else embedding.dynamic_feat_size(args[0].shape[-2:])
-    ImagePass(tower, tuple(grid), None, grid[0] * grid[1]).begin()
-
-
-def begin_batch(tower: Any, embedding: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
-    """Forward hook of the embeddings of a NaFlexVit: a grid for every sample, or one for all."""
-    tokens, grid = output
-    places = kwargs.get("patch_coord")  # (B, N, 2)
-    shapes = None if places is None else places.amax(dim=1) + 1
-    length = tokens.shape[1] - tower.num_prefix_tokens
-    ImagePass(tower, tuple(grid) if shapes is None else None, shapes, length).begin()
+def begin_pass(tower: nn.Module, embedding: Any, args: tuple, kwargs: dict, output: Any) -> None:
+    """Forward hook of the module that makes tokens of images: a grid for all of them, or one for each."""
+    places = kwargs.get("patch_coord")  # (B, N, 2) of a NaFlexVit
+    if places is not None:
+        ImagePass(tower, None, places.amax(dim=1) + 1, places.shape[1]).begin()
+        return
+    if isinstance(output, tuple):
+        grid = output[1]
+    else:
+        grid = output.shape[1:3] if output.ndim == 4 else embedding.dynamic_feat_size(args[0].shape[-2:])
+    ImagePass(tower, tuple(grid), None, math.prod(grid)).begin()
 
 
 def record_kept(tower: nn.Module, module: nn.Module, args: tuple, output: tuple) -> None:

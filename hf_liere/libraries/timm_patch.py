@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from ..models.probing.planes import Planes
 from .library_patch import LibraryPatch, LibraryTower
 from .timm_forward import (
-    begin_batch,
-    begin_image,
+    begin_pass,
     carry_indices,
     end_pass,
     follow_block,
@@ -38,11 +37,7 @@ class TimmPatch(LibraryPatch["TimmTower"]):
 
     def add_hooks(self, tower: "TimmTower") -> None:
         module: Any = tower.module
-        if tower.kind == "NaFlexVit":
-            hook: Any = partial(begin_batch, module)
-            self.handles.append(tower.embedding.register_forward_hook(hook, with_kwargs=True))
-        else:
-            self.handles.append(tower.embedding.register_forward_hook(partial(begin_image, module)))
+        self.handles.append(tower.embedding.register_forward_hook(partial(begin_pass, module), with_kwargs=True))
         drop = module.patch_drop
         if type(drop).__name__ == "PatchDropout":
             self.handles.append(drop.register_forward_pre_hook(partial(carry_indices, module)))

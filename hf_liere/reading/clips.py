@@ -114,9 +114,10 @@ class FrameReader:
         with naming(path.name):
             return (1.0, 1.0, 1.0) if has_suffix(path, TIMED) else volume_spacing(path)
 
-    def frame_times(self, path: Path) -> np.ndarray | None:
+    def frame_times(self, path: Path, if_even: bool = True) -> np.ndarray | None:
         """
-        Times of a clip's frames in seconds from the first, also at a variable rate; `None` for volumes and folders.
+        Times of a clip's frames in seconds from the first, also at a variable rate; `None` for volumes and folders, and
+        without `if_even` at a constant rate, which the header of a video tells.
 
         Raises:
             UnreadableError: if the file lacks the time of a frame.
@@ -125,29 +126,21 @@ class FrameReader:
             return None
         with naming(path.name):
             if has_suffix(path, PICTURE_SUFFIXES):
-                return np.cumsum([0.0, *_durations(path)[:-1]])
-            with _open(path) as container:
-                stamps, base = _stamps(container), container.streams.video[0].time_base
-            known = [stamp for stamp in stamps if stamp is not None]
-            if not known or len(known) < len(stamps) or base is None:
-                raise UnreadableError(f"has the times of {len(known)} of {len(stamps)} frames only.")
-            # Packets come in the order of decoding.
-            return (np.sort(known) - min(known)) * float(base)
-
-    def uneven_times(self, path: Path) -> np.ndarray | None:
-        """[`frame_times`] of a video whose rate varies by its header, or of an animation; else `None`."""
-        if path.is_dir() or not has_suffix(path, TIMED):
-            return None
-        with naming(path.name):
-            if not has_suffix(path, PICTURE_SUFFIXES):
+                times = np.cumsum([0.0, *_durations(path)[:-1]])
+            else:
                 with _open(path) as container:
                     stream = container.streams.video[0]
                     rates = [float(rate or 0) for rate in (stream.average_rate, stream.base_rate)]
                     # A container that does not count its frames knows no average.
-                    if stream.frames and abs(rates[0] - rates[1]) <= SAME_RATE * rates[1]:
+                    if not if_even and stream.frames and abs(rates[0] - rates[1]) <= SAME_RATE * rates[1]:
                         return None
-            times = self.frame_times(path)
-        return times if is_uneven(times) else None
+                    stamps, base = _stamps(container), stream.time_base
+                known = [stamp for stamp in stamps if stamp is not None]
+                if not known or len(known) < len(stamps) or base is None:
+                    raise UnreadableError(f"has the times of {len(known)} of {len(stamps)} frames only.")
+                # Packets come in the order of decoding.
+                times = (np.sort(known) - min(known)) * float(base)
+        return times if if_even or is_uneven(times) else None
 
     def _with_channels(self, frame: np.ndarray) -> np.ndarray:
         frame = pixels(frame)

@@ -156,7 +156,7 @@ def _open_clips(
     clips = []
     for path, label in tqdm(entries, desc=f"Opening {part} clips", unit="clip", leave=False, disable=None):
         try:
-            length, times = reader.count(path), None if needs_spacing else reader.uneven_times(path)
+            length, times = reader.count(path), None if needs_spacing else reader.frame_times(path, if_even=False)
         except UnreadableError as error:
             logger.warning(f"Left out: {error}")
             continue
