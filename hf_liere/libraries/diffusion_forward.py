@@ -211,22 +211,19 @@ class DiffusionPass(AttentionPass):
         """The positions of the tokens of a stream; tokens without a position are at 0, where nothing rotates."""
         if self.given is None:
             raise RuntimeError(f"Attention layer {self.layer} ran outside its model: the positions are unknown.")
-        if isinstance(self.given, TokenPositions):
-            if self.given.shape[-2] != tokens:
-                raise RuntimeError(f"Attention sees {tokens} tokens, but the image has {self.given.shape[-2]} patches.")
-            return self.given
-        text = self.tower.rotary_patch.family.text
-        coordinates = self.given[stream == "text" and text == "separate"]  # (…, N, A)
-        missing = tokens - coordinates.shape[-2]
-        if text == "first":
-            coordinates = coordinates[..., :tokens, :] if stream == "text" else coordinates[..., -tokens:, :]
-            missing = max(missing, 0)
-        if missing < 0 or (missing and not text.startswith("unrotated")):
-            raise RuntimeError(f"Attention sees {tokens} tokens, but there are {tokens - missing} coordinates.")
-        if missing:
-            rows = (missing, 0) if text == "unrotated_first" else (0, missing)
-            coordinates = nn.functional.pad(coordinates, (0, 0, *rows))  # (…, tokens, A)
-        return TokenPositions(coordinates)
+        text, positions = self.tower.rotary_patch.family.text, self.given
+        if not isinstance(positions, TokenPositions):
+            coordinates = self.given[stream == "text" and text == "separate"]  # (…, N, A)
+            if text == "first":
+                coordinates = coordinates[..., :tokens, :] if stream == "text" else coordinates[..., -tokens:, :]
+            elif text != "separate":
+                missing = max(tokens - coordinates.shape[-2], 0)
+                rows = (missing, 0) if text == "unrotated_first" else (0, missing)
+                coordinates = nn.functional.pad(coordinates, (0, 0, *rows))  # (…, tokens, A)
+            positions = TokenPositions(coordinates)
+        if positions.shape[-2] != tokens:
+            raise RuntimeError(f"Attention sees {tokens} tokens, but the places of {positions.shape[-2]} are known.")
+        return positions
 
 
 def rotate_states(

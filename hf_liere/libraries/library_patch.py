@@ -68,7 +68,9 @@ class LibraryTower(AttentionTower):
     @classmethod
     def find_kind(cls, module: nn.Module) -> str | None:
         """The name of the class of a module, or of one that it inherits from, among `kinds`."""
-        return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in cls.kinds), None)
+        kinds = type(module).__mro__
+        is_ours = any(kind.__module__.partition(".")[0] == cls.library for kind in kinds)
+        return next((kind.__name__ for kind in kinds if is_ours and kind.__name__ in cls.kinds), None)
 
     @classmethod
     def belongs(cls, model: nn.Module) -> bool:

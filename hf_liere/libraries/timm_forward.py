@@ -9,7 +9,7 @@ sin.
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,6 @@ from ..models.patched.patched_forward import place_grid, place_samples
 from ..models.patched.tower_patch import Pass
 from ..models.rotation.rotation import TokenRotation
 from .timm_rope import place_patches
-
-
-# A base in which half types represent the digits of indices exactly.
-BASE = 256
 
 
 class ImagePass(Pass):
@@ -104,23 +100,11 @@ def record_kept(tower: nn.Module, module: nn.Module, args: tuple, output: tuple)
     find_pass(tower).kept = output[1]
 
 
-def carry_indices(tower: Any, module: Any, args: tuple) -> tuple | None:
-    """Forward pre-hook of a module that drops patches and returns no indices: they travel behind the channels."""
-    if not module.training or not module.prob:
-        return None
-    tokens = args[0]  # (B, prefix + N, C)
-    index = torch.arange(tokens.shape[1], device=tokens.device) - tower.num_prefix_tokens
-    digits = torch.stack([index // BASE, index % BASE], dim=-1).to(tokens.dtype)  # (prefix + N, 2)
-    return (torch.cat([tokens, digits.expand(len(tokens), -1, -1)], dim=-1),)
-
-
-def take_indices(tower: Any, module: Any, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
-    """Forward hook of the same module: takes them off."""
-    if not module.training or not module.prob:
-        return None
-    high, low = output[:, tower.num_prefix_tokens :, -2:].long().unbind(-1)  # (B, kept) each
-    find_pass(tower).kept = high * BASE + low
-    return output[..., :-2].contiguous()
+def drop_patches(tower: nn.Module, module: Any, function: Callable, tokens: torch.Tensor) -> torch.Tensor:
+    """The forward of a module that drops patches by a function of timm, and keeps no indices of the others."""
+    options = module.prob, module.num_prefix_tokens, module.ordered, module.training
+    tokens, find_pass(tower).kept = function(tokens, *options)
+    return tokens
 
 
 def place_tokens(tower: nn.Module, norm: nn.Module, args: tuple, output: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """Patches of timm's vision transformers: what is known of them, and the hooks."""
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,14 +12,13 @@ from ..models.probing.planes import Planes
 from .library_patch import LibraryPatch, LibraryTower
 from .timm_forward import (
     begin_pass,
-    carry_indices,
+    drop_patches,
     end_pass,
     follow_block,
     place_tokens,
     record_kept,
     replace_rotation,
     rotate_states,
-    take_indices,
     turn_attention,
 )
 from .timm_rope import read_planes
@@ -40,8 +40,8 @@ class TimmPatch(LibraryPatch["TimmTower"]):
         self.handles.append(tower.embedding.register_forward_hook(partial(begin_pass, module), with_kwargs=True))
         drop = module.patch_drop
         if type(drop).__name__ == "PatchDropout":
-            self.handles.append(drop.register_forward_pre_hook(partial(carry_indices, module)))
-            self.handles.append(drop.register_forward_hook(partial(take_indices, module)))
+            function = sys.modules[type(drop).__module__].patch_dropout_forward
+            drop.forward = partial(drop_patches, module, drop, function)
         elif type(drop).__name__ == "PatchDropoutWithIndices":
             self.handles.append(drop.register_forward_hook(partial(record_kept, module)))
         self.handles.append(module.register_forward_hook(end_pass, always_call=True))
@@ -66,6 +66,7 @@ class TimmPatch(LibraryPatch["TimmTower"]):
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
         del module.no_weight_decay
+        vars(module.patch_drop or nn.Module()).pop("forward", None)
 
 
 def without_decay(model: Any) -> set[str]:
@@ -79,11 +80,6 @@ class TimmTower(LibraryTower):
     """A vision transformer of timm."""
 
     kinds, noun, library, patch_class = EMBEDDINGS, "vision transformer", "timm", TimmPatch
-
-    @classmethod
-    def find_kind(cls, module: nn.Module) -> str | None:
-        is_timm = any(kind.__module__.startswith("timm.") for kind in type(module).__mro__)
-        return super().find_kind(module) if is_timm else None
 
     @classmethod
     def belongs(cls, model: nn.Module) -> bool:
