@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import reduce
 from inspect import getattr_static
 from types import ModuleType
 from typing import Any
@@ -58,10 +57,8 @@ class Guard:
     def _replace(self, module: ModuleType) -> None:
         if not self.is_on or self.replaced is not None:
             return
-        *path, name = self.name.split(".")
         try:
-            parent = reduce(getattr, path, module)
-            original = getattr_static(parent, name)
+            parent, name, original = wrapt.resolve_path(module, self.name)
         except AttributeError:
             warnings.warn(
                 f"This release has no {self.module}.{self.name}, which hf_liere replaces so that {self.why}. Save "
@@ -69,12 +66,10 @@ class Guard:
                 stacklevel=2,
             )
         else:
-            self.replaced = parent, name, wrapt.FunctionWrapper(original, self._call)
+            self.replaced = parent, name, wrapt.FunctionWrapper(original, self._call, enabled=lambda: self.is_on)
             setattr(*self.replaced)
 
     def _call(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if not self.is_on:
-            return wrapped(*args, **kwargs)
         module, _, name = self.wrapper.partition(".")
         return getattr(importlib.import_module(f".{module}", __package__), name)(wrapped, instance, args, kwargs)
 
