@@ -81,8 +81,10 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
                 self.hook_outputs(module, layer, attention)
                 self.handles.append(attention.register_forward_hook(finish_attention, always_call=True))
         if not family.rotates:
-            for _, attention in family.find_attentions(module, cross=True):
-                self.hook_arguments(attention, drop_positions)
+            rotated = [attention for _, attention in tower.attentions]
+            for attention in module.modules():
+                if hasattr(attention, "to_q") and attention not in rotated:
+                    self.hook_arguments(attention, drop_positions)
 
     def rotates_states(self, encoding: nn.Module, layer: int) -> bool:
         """Whether queries and keys of an attention module are rotated where they are normalised."""

@@ -37,7 +37,6 @@ class DiffusionFamily:
             `"unrotated_first"` or `"unrotated_last"`, in attention modules that join them before the norm.
         in_place: Whether attention writes the rotated queries and keys over the others, which no gradient of cos and
             sin allows: they are rotated where they are normalised.
-        cross: Another attention module of each block, which gets the same dictionary and does not rotate.
         argument_of_scale: The argument by which a model divides its coordinates by the size of training.
         timesteps: Those of a clean image and of noise, as the model takes them; `None` if they do not tell the level of
             noise.
@@ -52,7 +51,6 @@ class DiffusionFamily:
     heads_first: bool = False
     text: str = "unrotated_last"
     in_place: bool = False
-    cross: str = ""
     argument_of_scale: str | None = None
     timesteps: tuple[float, float] | None = (0.0, 1000.0)
 
@@ -70,11 +68,11 @@ class DiffusionFamily:
             return [self.coordinates(rope, *args, **kwargs)]
         return [find_coordinates(turn, planes) for turn in self.parts(turns)]
 
-    def find_attentions(self, model: nn.Module, cross: bool = False) -> Iterator[tuple[str, nn.Module]]:
-        """(name, module) of the attention modules that receive rotations, or of the others that get the dictionary."""
+    def find_attentions(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """(name, module) of the attention modules that receive rotations."""
         for part, names in self.attentions:
             for index, block in enumerate(getattr(model, part, None) or ()):
-                for name in (self.cross if cross else names).split():
+                for name in names.split():
                     attention = getattr(block, name, None)
                     if attention is not None:
                         yield f"{part}.{index}.{name}", attention
@@ -205,6 +203,5 @@ FAMILIES = {
         rope=None,
         argument="cross_attention_kwargs",
         heads_first=True,
-        cross="attn2",
     ),
 }
