@@ -170,7 +170,6 @@ def _check_start(tower: LibraryTower, config: RotaryPatchConfig) -> None:
             "interpolate."
         )
     if tower.rotates != (config.rotary_init == "pretrained"):
-        reason, accepted = "does not rotate, so there is nothing to start from", "zeros"
-        if tower.rotates:
-            reason, accepted = "already rotates query and key", "pretrained"
-        raise ValueError(f"rotary_init={config.rotary_init!r}: {tower.label} {reason}; accepted: {accepted}.")
+        fits = "already rotates query and key; accepted: pretrained"
+        fits = fits if tower.rotates else "does not rotate, so there is nothing to start from; accepted: zeros"
+        raise ValueError(f"rotary_init={config.rotary_init!r}: {tower.label} {fits}.")

@@ -150,16 +150,15 @@ def find_coordinates(turn: Turn, planes: Planes) -> torch.Tensor:
 def is_turn_at(turn: Turn, planes: Planes, places: torch.Tensor) -> bool:
     """Whether a model's own rotation is that of some planes at (…, N, A) places."""
     angles = planes.angles(places.to(working_dtype(places.device)))
-    found = (turn,) if isinstance(turn, torch.Tensor) else turn
+    found = split_cos_sin(turn)
     tokens = found[0].shape[:-1]
-    if tokens.numel() == angles.shape[:-1].numel():
-        known = turn_further(identity_turn(turn), angles.reshape(*tokens, -1), str(planes.style))
-        # Models compute angles in float32, and may round cos and sin to half types.
-        rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
-        tolerance = rounded + 2e-6 * angles.abs().max()
-        pairs = zip(found, (known,) if isinstance(known, torch.Tensor) else known)
-        return all(x.shape == y.shape and bool((x - y).abs().max() <= tolerance) for x, y in pairs)
-    return False
+    if tokens.numel() != angles.shape[:-1].numel():
+        return False
+    known = split_cos_sin(turn_further(identity_turn(turn), angles.reshape(*tokens, -1), str(planes.style)))
+    # Models compute angles in float32, and may round cos and sin to half types.
+    rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
+    tolerance = rounded + 2e-6 * angles.abs().max()
+    return all(x.shape == y.shape and bool((x - y).abs().max() <= tolerance) for x, y in zip(found, known))
 
 
 def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, library: str) -> None:

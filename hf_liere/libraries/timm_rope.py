@@ -75,16 +75,13 @@ def read_planes(rope: nn.Module, pairing: str, grid: tuple[int, int], label: str
     if name not in SPECTRA or not type(rope).__module__.startswith("timm."):
         raise ValueError(f"{label} rotates by a {name}; accepted: {', '.join(SPECTRA)}.")
     # What timm multiplies coordinates by, or adds to them, in training.
-    neutral = {"shift": 0.0, "jitter": 1.0, "rescale": 1.0}
+    neutral = {"shift": 0, "jitter": 1, "rescale": 1}
     drawn = {part: getattr(module, f"{part}_coords", None) for part in neutral}
     if any(value not in (None, neutral[part]) for part, value in drawn.items()):
-        raise ValueError(
-            f"{label} draws random coordinates in training, "
-            + ", ".join(f"rope_{part}_coords={value}" for part, value in drawn.items())
-            + "; accepted: "
-            + ", ".join(f"rope_{part}_coords={value:g}" for part, value in neutral.items())
-            + "."
+        given, accepted = (
+            ", ".join(f"rope_{part}_coords={value}" for part, value in each.items()) for each in (drawn, neutral)
         )
+        raise ValueError(f"{label} draws random coordinates in training, {given}; accepted: {accepted}.")
     planes, cached = SPECTRA[name](module, pairing), getattr(module, "feat_shape", None)
     for shape in [tuple(cached)] if cached is not None else [grid, (2, 5)]:
         sin, cos = module.get_embed(shape=shape).chunk(2, dim=-1)  # ((layers, heads,) N, D) each
