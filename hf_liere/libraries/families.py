@@ -121,8 +121,8 @@ def _few_ids(model: Any) -> dict:
     return {"ids": torch.arange(5 * axes).view(5, axes) % 7}
 
 
-# Patches have one or two of these on every axis.
-FEW_LATENTS = {"hidden_states": torch.zeros(1, 1, 4, 4, 4)}
+# As many on every axis as no patch has.
+FEW_LATENTS = {"hidden_states": torch.zeros(1, 1, 8, 8, 8)}
 FLUX: dict[str, Any] = {
     "rope": "pos_embed",
     "planes": lambda model: geometric_planes(model.pos_embed.axes_dim, model.pos_embed.theta),

@@ -66,7 +66,8 @@ class TimmPatch(LibraryPatch["TimmTower"]):
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
         del module.no_weight_decay
-        vars(module.patch_drop or nn.Module()).pop("forward", None)
+        if type(module.patch_drop).__name__ == "PatchDropout":
+            vars(module.patch_drop).pop("forward", None)
 
 
 def without_decay(model: Any) -> set[str]:
