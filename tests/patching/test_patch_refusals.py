@@ -62,7 +62,8 @@ class TestRefusals:
             ({"rotate_prefix": 1}, "rotate_prefix=1 must be bool"),
             ({"block_size": True}, "block_size=True must be int or None"),
             ({"absolute_weight": "1"}, "absolute_weight='1' must be float"),
-            ({"coordinates": "polar"}, "coordinates='polar' must be 'index' or .* or None"),
+            ({"coordinates": "polar"}, "coordinates='polar'; accepted are index, train_grid"),
+            ({"rotary_init": "pretraind"}, "'pretraind'; the closest is 'pretrained'"),
             ({"layers": 3}, "layers=3 must be a list of indices"),
         ],
     )
