@@ -9,6 +9,7 @@ and a card, without the modeling code, which is in hf_liere.
 import argparse
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -47,9 +48,10 @@ def store_checkpoint(given: argparse.Namespace) -> Path:
     saved, place = SavedModel(given.run), given.target.resolve()
     place = (place.relative_to(ROOT) if place.is_relative_to(ROOT) else place).as_posix()
     facts = facts_of_run(saved, evaluations=given.evaluation, title=given.title)
-    facts.license, facts.notes, facts.intended_use = "apache-2.0", f"Made by `{given.made_by}`.", given.intended_use
     # Other work on the machine changes its speed.
-    facts.cost = {"parameters": facts.cost["parameters"]}
+    cost = {"parameters": facts.cost["parameters"]}
+    notes = f"Made by `{given.made_by}`."
+    facts = replace(facts, license="apache-2.0", notes=notes, intended_use=given.intended_use, cost=cost)
     with new_directory(given.target) as partial:
         for name in FILES:
             shutil.copyfile(saved.folder / name, partial / name)

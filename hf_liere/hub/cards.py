@@ -21,11 +21,12 @@ from ..models.encoding.kinds import ENCODINGS
 from ..storage.saved_model import SavedModel
 from ..version import __version__
 from .checked_facts import RESULTS_FILE, facts_of_run, is_describable
-from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, format_inputs, format_size, height_and_width
+from .facts import FOLDER, METRICS, Data, Facts, FactsError, Figure, common_facts, sides_of
 
 
 CARD = "README.md"
 PICTURE = "accuracy_by_image_size.png"
+UNKNOWN_DATA = Data("data that are not recorded")
 NO_LICENSE = "No licence was chosen for these weights."
 
 
@@ -92,8 +93,8 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     architecture = facts.architecture or kind
     facts = replace(facts, architecture=architecture)
     video = "num_frames" in facts.model or "Video" in architecture
-    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.data_of("evaluation")]
-    hub_ids = list(dict.fromkeys(one["hub_id"] for one in data if one.get("hub_id")))
+    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.dataset or UNKNOWN_DATA]
+    hub_ids = list(dict.fromkeys(one.hub_id for one in data if one.hub_id))
     task, library = _task(architecture), library_of(facts.model.get("base_model_type"))
     metadata = ModelCardData(
         license=facts.license,
@@ -107,8 +108,8 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         eval_results=[result for one in facts.results for result in _eval_results(facts, one, task)] or None,
     )
     # The evaluations whose images all had the same size.
-    by_size = [result for result in facts.results if result.get("max_num_patches") is None]
-    pictures = {PICTURE: _plot(facts, by_size)} if len(set(map(_height, by_size))) > 1 else {}
+    by_size = [result for result in facts.results if result.max_num_patches is None]
+    pictures = {PICTURE: _plot(facts, by_size)} if len({result.height for result in by_size}) > 1 else {}
     card = ModelCard.from_template(
         metadata,
         template_path=str(FOLDER / "template.md.jinja"),
@@ -116,19 +117,17 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         encoding=encoding,
         paper=common["papers"][encoding["paper"]],
         rotary=facts.encoding in ENCODINGS,
-        described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
-        evaluated=facts.data_of("evaluation"),
+        described=list({one.name: one for one in data if one.description or one.terms}.values()),
+        evaluated=facts.evaluated,
         picture=PICTURE if pictures else None,
-        metrics={key: label for key, label in METRICS.items() if any(key in result for result in facts.results)},
+        metrics={key: label for key, label in METRICS.items() if any(key in one.numbers for one in facts.results)},
         license=_license_sentence(facts.license),
         version=__version__,
         as_trained=_is_trained_size,
         code=_code,
-        size=format_size,
-        inputs=format_inputs,
         percent=_percent,
         value=_value,
-        sides=height_and_width,
+        sides=sides_of,
         examples="clips" if video else "images",
         folder=folder,
         repo_id=repo_id or "OWNER/NAME",
@@ -170,8 +169,7 @@ def push_card(
                 f"{known.title} is {known.status}: no figure was measured with these weights. Evaluate them with "
                 "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
             )
-        known.license = known.license or license
-        card = render_card(known, repo_id)
+        card = render_card(replace(known, license=known.license or license), repo_id)
     return card.with_license(license) if license else card
 
 
@@ -196,70 +194,55 @@ def _task(architecture: str) -> str | None:
     return next((task for ending, task in tasks.items() if architecture.endswith(ending)), None)
 
 
-def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> Iterator[EvalResult]:
-    data = result.get("data") or _evaluation_data(facts)
+def _eval_results(facts: Facts, result: Figure, task: str | None) -> Iterator[EvalResult]:
+    data = result.data or facts.evaluated or UNKNOWN_DATA
     for metric, label in METRICS.items():
-        if metric not in result:
+        if metric not in result.numbers:
             continue
-        details = {name: result.get(name) for name in ("image_size", "max_num_patches", "samples")}
-        if result.get(f"{metric}_low") != result.get(f"{metric}_high"):
-            details |= {"low": result[f"{metric}_low"], "high": result[f"{metric}_high"], "confidence": 0.95}
+        details: dict[str, Any] = {name: getattr(result, name) for name in ("image_size", "max_num_patches", "samples")}
+        value, low, high = result.estimate(metric)
+        if low != high:
+            details |= {"low": low, "high": high, "confidence": 0.95}
         yield EvalResult(
             task_type=task or "other",
-            dataset_type=data.get("hub_id") or data.get("type") or "custom",
-            dataset_name=data["name"],
-            dataset_config=data.get("config"),
-            dataset_split=data.get("split"),
+            dataset_type=data.hub_id or data.type or "custom",
+            dataset_name=data.name,
+            dataset_config=data.config,
+            dataset_split=data.split,
             metric_type="accuracy" if metric.endswith("accuracy") else metric,
-            metric_name=f"{label} at {format_inputs(result)}",
-            metric_value=result[metric],
+            metric_name=f"{label} at {result.inputs}",
+            metric_value=value,
             metric_args={key: value for key, value in details.items() if value is not None},
         )
 
 
-def _plot(facts: Facts, results: list[dict]) -> bytes:
+def _plot(facts: Facts, results: list[Figure]) -> bytes:
     """Accuracy against image height with intervals, and the paper's figures as open circles."""
     require_libraries("The plot of the card", "train", "matplotlib")
-    import matplotlib
+    from matplotlib.figure import Figure as Picture
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
-    heights = [_height(result) for result in results]
-    values = [100 * result["accuracy"] for result in results]
-    bounds = [
-        [100 * abs(result.get(f"accuracy_{end}", result["accuracy"]) - result["accuracy"]) for result in results]
-        for end in ("low", "high")
-    ]
+    picture = Picture(figsize=(6, 3.8), layout="constrained")
+    axes = picture.subplots()
+    heights, estimates = [result.height for result in results], [result.estimate("accuracy") for result in results]
+    values = [100 * value for value, _, _ in estimates]
+    bounds = [[100 * abs(one[end] - one[0]) for one in estimates] for end in (1, 2)]
     axes.errorbar(heights, values, yerr=bounds, fmt="o-", color="#0072B2", capsize=3, label="this checkpoint, measured")
-    paper = sorted(facts.paper_figures, key=lambda one: one["image_size"])
-    if paper:
-        heights = [_height(one) for one in paper]
-        label = f"the paper's model ({paper[0]['where']})"
-        axes.plot(heights, [100 * one["accuracy"] for one in paper], "o", mfc="none", color="#777777", label=label)
-    axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {_evaluation_data(facts)['name']} (%)")
+    if paper := sorted(facts.paper_figures, key=lambda one: one.image_size):
+        values = [100 * one.numbers["accuracy"] for one in paper]
+        label = f"the paper's model ({paper[0].where})"
+        axes.plot([one.height for one in paper], values, "o", mfc="none", color="#777777", label=label)
+    axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {(facts.evaluated or UNKNOWN_DATA).name} (%)")
     axes.legend(frameon=False)
     content = io.BytesIO()
-    figure.savefig(content, dpi=150, metadata={"Software": None})
-    pyplot.close(figure)
+    picture.savefig(content, dpi=150, metadata={"Software": None})
     return content.getvalue()
 
 
-def _evaluation_data(facts: Facts) -> dict[str, Any]:
-    return facts.data_of("evaluation") or {"name": "data that are not recorded"}
-
-
-def _height(figure: Mapping[str, Any]) -> int:
-    """Height of the images, also if the size starts with a number of frames."""
-    return figure["image_size"][-2]
-
-
-def _is_trained_size(facts: Facts, result: Mapping[str, Any]) -> bool:
-    trained, size = facts.model.get("image_size"), result["image_size"]
-    if trained is None or result.get("max_num_patches") != facts.recipe.get("max_num_patches"):
+def _is_trained_size(facts: Facts, result: Figure) -> bool:
+    trained, size = facts.model.get("image_size"), result.image_size
+    if trained is None or result.max_num_patches != facts.recipe.get("max_num_patches"):
         return False
-    return size[-2:] == height_and_width(trained) and (len(size) == 2 or size[0] == facts.model.get("num_frames"))
+    return size[-2:] == sides_of(trained) and (len(size) == 2 or size[0] == facts.model.get("num_frames"))
 
 
 def _code(text: str) -> str:
@@ -267,15 +250,14 @@ def _code(text: str) -> str:
     return f"`{' '.join(str(text).replace('`', chr(39)).split())}`"
 
 
-def _percent(result: Mapping[str, Any], metric: str) -> str:
+def _percent(result: Figure, metric: str) -> str:
     """Value and interval for a table; losses are not percentages."""
-    if metric not in result:
+    if metric not in result.numbers:
         return "not measured"
     show = (lambda number: f"{number:.3g}") if metric == "loss" else (lambda number: f"{number:.1%}")
-    low, high = (result.get(f"{metric}_{end}", result.get(end)) for end in ("low", "high"))
+    value, low, high = result.estimate(metric)
     # If all answers are right (or wrong), all resamples are equal and the interval is meaningless.
-    interval = f" ({show(low)} – {show(high)})" if low is not None and high is not None and low < high else ""
-    return show(result[metric]) + interval
+    return show(value) + (f" ({show(low)} – {show(high)})" if low < high else "")
 
 
 def _value(value: Any) -> str:

@@ -5,16 +5,15 @@ A card takes the model's description, its data and its figures from the checkpoi
 file may repeat them or add what no record contains; contradictions are refused.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..auto import model_class
 from ..patching.adapters import parse_adapter
 from ..storage.saved_model import ADAPTER_CONFIG, CONFIG, SavedModel, first_line
-from .facts import MODEL_FIELDS, NUMBERS, Facts, FactsError, common_facts, format_inputs, input_key
+from .facts import MODEL_FIELDS, NUMBERS, Data, Facts, FactsError, Figure, Record, common_facts, fact, sides_of
 
 
 RUN_FILE = "run_config.json"
@@ -46,14 +45,30 @@ RECIPE_FIELDS = (
 )
 UNUSED = (None, False, 0, 0.0, -1)
 COST_FIELDS = ("train_images_per_second", "train_runtime", "parameters")
-# Facts that records may contradict, but that no card takes from them.
-CONFIRMED = ("base_model", "converted_from")
 # Fields that an evaluation may set without changing what the model computes.
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
-# Descriptions of data, and the fields that beside the name decide whether two of them are of the same data.
-DATA = ("training_data", "evaluation_data", "data")
+# What beside their names decides whether two descriptions of data mean the same.
 DATA_DETAILS = ("config", "split", "files", "samples")
 NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Run(Record):
+    """What the record of a run says; empty without one."""
+
+    training: dict = fact("a json object", dict)
+    data: dict = fact("a json object", dict)
+    augmentation: dict = fact("a json object", dict)
+    model: dict = fact("a json object", dict)
+    condition: dict = fact("a json object", dict)
+    examples: dict[str, dict | None] = fact("a json object of objects", dict)
+    image_size: int | list | None = fact("a number of pixels, or [height, width]", None)
+    model_name_or_path: str | None = fact("a name", None)
+
+    @classmethod
+    def of(cls, saved: SavedModel) -> "Run":
+        content = _select(read_record(saved, RUN_FILE), [item.name for item in fields(cls)])
+        return cls.read(content, str(saved.folder / RUN_FILE))
 
 
 def facts_of_run(
@@ -76,37 +91,42 @@ def facts_of_run(
         FactsError: if a figure was measured with other or unknown weights, data or configuration, or if `facts`
             contradict the checkpoint or its records; the message lists each such fact.
     """
-    checkpoint, conversion = describe_checkpoint(saved), read_record(saved, CONVERSION_FILE)
-    known = copy.deepcopy(facts) or Facts(title=title or saved.folder.resolve().name, encoding=checkpoint["encoding"])
+    checkpoint, conversion, run = describe_checkpoint(saved), read_record(saved, CONVERSION_FILE), Run.of(saved)
+    known = facts or Facts(title=title or saved.folder.resolve().name, encoding=checkpoint["encoding"])
     if conversion.get("weights") == saved.digest:
-        for name in ("converted_from", "notes", "license"):
-            if getattr(known, name) is None:
-                setattr(known, name, conversion.get(name))
-    metrics = progress and (progress["metrics"] or {})
-    measured = _read_evaluations(saved, metrics, evaluations, checkpoint["model"])
-    recorded = checkpoint | _everything_recorded(saved, checkpoint["model"], measured)
-    if differing := find_contradictions(known, recorded):
+        missing = [name for name in ("converted_from", "notes", "license") if getattr(known, name) is None]
+        known = replace(known, **_select(conversion, missing))
+    measured = _read_evaluations(saved, progress and (progress["metrics"] or {}), evaluations, checkpoint["model"])
+    found = replace(known, **checkpoint, **_everything_recorded(saved, run, checkpoint["model"], measured))
+    if differing := find_contradictions(known, found):
         raise FactsError(
             f"The facts of {known.title!r} contradict {saved}: {'; '.join(differing)}. Correct the facts or leave "
             "them out; accepted are facts that agree, or that checkpoint and records do not contain."
         )
-    inputs = [input_key(result) for result in measured]
-    results = measured + [result for result in known.results if input_key(result) not in inputs]
+    results = [*measured, *(one for one in known.results if one.key not in [result.key for result in measured])]
     for result in results:
         _require_weights(result, saved.digest)
-    if recorded["model"].get("num_labels", 6) <= 5:
-        results = [{name: one[name] for name in one if not name.startswith("top5")} for one in results]
-    shown = {name: value for name, value in recorded.items() if name not in CONFIRMED}
-    shown |= {"results": results, "model": _select(recorded["model"], MODEL_FIELDS)}
-    if "recipe" in recorded:
-        shown |= {"recipe": _settings_in_use(saved, recorded["recipe"]), "cost": _select(shown["cost"], COST_FIELDS)}
-        if not isinstance(shown["environment"].get("libraries"), dict):
-            shown["environment"] = {}
-        # These fields describe a planned recipe, not the run.
-        shown |= {"recipe_source": None, "dataset": None}
+    if found.model.get("num_labels", 6) <= 5:
+        kept = [name for name in NUMBERS if not name.startswith("top5")]
+        results = [replace(one, numbers=_select(one.numbers, kept)) for one in results]
+    if run == Run():
+        shown: dict[str, Any] = {"cost": known.cost | found.cost}
     else:
-        shown["cost"] = known.cost | recorded["cost"]
-    return replace(known, **shown, progress=progress, has_processor=any(map(saved.has, PROCESSOR_CONFIGS)))
+        # Source and data set of the facts describe a planned recipe, not the run.
+        shown = {"recipe": _settings_in_use(found.recipe, run.augmentation), "recipe_source": None, "dataset": None}
+        shown["cost"] = _select(found.cost, COST_FIELDS)
+        if not isinstance(found.environment.get("libraries"), dict):
+            shown["environment"] = {}
+    return replace(
+        found,
+        **shown,
+        results=results,
+        model=_select(found.model, MODEL_FIELDS),
+        base_model=known.base_model,
+        converted_from=known.converted_from,
+        progress=progress,
+        has_processor=any(map(saved.has, PROCESSOR_CONFIGS)),
+    )
 
 
 def is_describable(saved: SavedModel) -> bool:
@@ -158,14 +178,9 @@ def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
     return found
 
 
-def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -> dict | None:
+def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -> Figure | None:
     """
     The evaluation in the output folder of a training script, or `metrics` of that run; `None` without one.
-
-    Returns:
-        `image_size`, `samples`, `weights` (digest of the evaluated weights), `data` (see [`data_of_run`]), and for
-        every metric its value and the bounds `<metric>_low` and `<metric>_high` of its 95% interval. Also
-        `max_num_patches` for images that kept their aspect ratio; coordinates then refer to `image_size`.
 
     Raises:
         FactsError: if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
@@ -173,33 +188,27 @@ def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -
     metrics = read_record(saved, RESULTS_FILE) if metrics is None else metrics
     if not metrics:
         return None
-    condition, unchanged = run_group(saved, "condition"), (None, "none", 0)
-    names = [name for name in ("evaluation_shuffle", "evaluation_offset") if condition.get(name) not in unchanged]
-    if names:
-        shown = ", ".join(f"{name} {condition[name]}" for name in names)
+    run = Run.of(saved)
+    condition = _select(run.condition, ("evaluation_shuffle", "evaluation_offset"))
+    if shown := ", ".join(f"{name} {value}" for name, value in condition.items() if value not in ("none", 0)):
         raise FactsError(f"{saved} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")
-    data = data_of_run(saved, "evaluation")
-    samples = data.get("samples") if metrics.get("eval_samples") is None else metrics["eval_samples"]
+    data = data_of_run(run, "evaluation")
+    samples = data.samples if metrics.get("eval_samples") is None else metrics["eval_samples"]
     result = {
-        "image_size": read_record(saved, RUN_FILE).get("image_size"),
+        "image_size": run.image_size,
         # Unreadable examples are counted separately and do not enter any metric.
         "samples": samples and samples - metrics.get("eval_unreadable", 0),
         "weights": read_record(saved, "weights.json").get("sha256"),
         "data": data,
+        "max_num_patches": run.data.get("max_num_patches"),
     }
-    result |= _select(run_group(saved, "data"), ["max_num_patches"])
-    return result | {name: metrics[f"eval_{name}"] for name in NUMBERS if f"eval_{name}" in metrics}
+    result |= {name: metrics[f"eval_{name}"] for name in NUMBERS if f"eval_{name}" in metrics}
+    return Figure.read(result, str(saved))
 
 
-def data_of_run(saved: SavedModel, side: str) -> dict[str, Any]:
-    """
-    The training data (`side="train"`) or evaluation data (`side="evaluation"`) in the record of a run.
-
-    Returns:
-        A mapping with the names of `facts.DATA_FIELDS`, completed from common.yaml; empty if the run did not train.
-    """
-    if (used := run_group(saved, "examples").get(side)) is None:
-        return {} if side == "train" else {"name": NOT_RECORDED, "type": "custom"}
+def data_of_run(run: Run, side: str) -> Data:
+    """The data of one side of a run, `"train"` or `"evaluation"`, with what common.yaml says of them."""
+    used = run.examples.get(side) or {}
     name, files = used.get("name"), [Path(file).name for file in used.get("files") or []]
     known = common_facts()["datasets"].values()
     if name:
@@ -210,27 +219,27 @@ def data_of_run(saved: SavedModel, side: str) -> dict[str, Any]:
         shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
         other = {"name": shown or used.get("folder") or NOT_RECORDED, "type": "custom"}
     details = {"files": files, **{key: used.get(key) for key in ("config", "split", "samples")}}
-    return {key: value for key, value in ([*matching, other][0] | details).items() if value}
+    content = {key: value for key, value in ([*matching, other][0] | details).items() if value}
+    return Data.read(content, f"{side} data in {RUN_FILE}")
 
 
-def _everything_recorded(saved: SavedModel, model: Mapping[str, Any], measured: list[dict]) -> dict[str, Any]:
+def _everything_recorded(saved: SavedModel, run: Run, model: dict[str, Any], measured: list[Figure]) -> dict[str, Any]:
     """What the records of a checkpoint say, by the names of [`Facts`], also where a card shows only a part."""
     recorded: dict[str, Any] = {"weights": saved.digest, "results": measured, "cost": {"parameters": saved.parameters}}
     if measured:
-        recorded["evaluation_data"] = measured[0]["data"]
-    if not (run := read_record(saved, RUN_FILE)):
+        recorded["evaluation_data"] = measured[0].data
+    if run == Run():
         return recorded
-    training, environment = run_group(saved, "training"), read_record(saved, "environment.json")
-    metrics, start = read_record(saved, "all_results.json"), run.get("model_name_or_path")
-    recipe = {**model, **run_group(saved, "data"), **run_group(saved, "augmentation"), **training}
-    recipe["model_name_or_path"] = start
+    environment, metrics = read_record(saved, "environment.json"), read_record(saved, "all_results.json")
+    training, start = run.training, run.model_name_or_path
+    recipe = {**model, **run.data, **run.augmentation, **training, "model_name_or_path": start}
     if (training.get("max_steps") or 0) > 0 and "epoch" in metrics:
         recipe["num_train_epochs"] = metrics["epoch"]
     if "per_device_train_batch_size" in training:
         batch = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
         recipe["total_train_batch_size"] = batch * environment.get("world_size", 1)
     recorded |= {"recipe": recipe, "environment": environment, "cost": metrics | recorded["cost"]}
-    recorded["training_data"] = data_of_run(saved, "train") or None
+    recorded["training_data"] = None if run.examples.get("train") is None else data_of_run(run, "train")
     recorded["seeds"] = [training["seed"]] if "seed" in training else []
     # Records contain only the last part of folders, so a name with a slash is on the Hub.
     if start is None or "/" in start:
@@ -240,8 +249,8 @@ def _everything_recorded(saved: SavedModel, model: Mapping[str, Any], measured: 
     return recorded
 
 
-def _settings_in_use(saved: SavedModel, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded settings of training and augmentation that had an effect, by flag."""
+def _settings_in_use(recipe: Mapping[str, Any], augmentation: Iterable[str]) -> dict[str, Any]:
+    """The settings of training and augmentation that had an effect, by flag."""
     without_effect = {
         "gradient_accumulation_steps": recipe.get("gradient_accumulation_steps") == 1,
         # Trainer stops at max_steps, whatever the number of epochs.
@@ -252,13 +261,13 @@ def _settings_in_use(saved: SavedModel, recipe: Mapping[str, Any]) -> dict[str, 
         "mixing_probability": not (recipe.get("mixup_alpha") or recipe.get("cutmix_alpha")),
         "repeated_augmentation": recipe.get("repeated_augmentation") == 1,
     }
-    shown = _select(recipe, (*RECIPE_FIELDS, *run_group(saved, "augmentation")))
+    shown = _select(recipe, (*RECIPE_FIELDS, *augmentation))
     return {name: value for name, value in shown.items() if value not in UNUSED and not without_effect.get(name)}
 
 
 def _read_evaluations(
-    saved: SavedModel, metrics: dict | None, evaluations: Iterable[str | Path], model: Mapping[str, Any]
-) -> list[dict]:
+    saved: SavedModel, metrics: dict | None, evaluations: Iterable[str | Path], model: dict[str, Any]
+) -> list[Figure]:
     """The evaluations of these weights; all must use the same data and the checkpoint's configuration."""
     results = [(place, result_of_run(place)) for place in map(SavedModel, evaluations)]
     for place, result in results:
@@ -268,34 +277,36 @@ def _read_evaluations(
     fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
     for place, result in measured:
         _require_weights(result, saved.digest)
-        then = _select(run_group(place, "model"), fields)
+        then = _select(Run.of(place).model, fields)
         if differing := _differences({"model": then}, {"model": model}, (place, CONFIG)):
             raise FactsError(f"{place} was measured with another configuration: {'; '.join(differing)}.")
-        first, this = ({"data": {**one["data"], "samples": None}} for one in (measured[0][1], result))
+        first, this = ({"data": one.data and replace(one.data, samples=None)} for one in (measured[0][1], result))
         if differing := _differences(first, this, (measured[0][0], place)):
             raise FactsError(f"A card contains evaluations of the same data only: {'; '.join(differing)}.")
     return [result for _, result in measured]
 
 
-def _require_weights(result: Mapping[str, Any], weights: str) -> None:
-    if result.get("weights") != weights:
-        measured = f"weights {result['weights'][:12]}…" if result.get("weights") else "unknown weights"
+def _require_weights(result: Figure, weights: str) -> None:
+    if result.weights != weights:
+        measured = f"weights {result.weights[:12]}…" if result.weights else "unknown weights"
         raise FactsError(
-            f"The accuracy at {format_inputs(result)} was measured with {measured}, the card is for "
-            f"{weights[:12]}…; evaluate this checkpoint, or push the one that was evaluated."
+            f"The accuracy at {result.inputs} was measured with {measured}, the card is for {weights[:12]}…; evaluate "
+            "this checkpoint, or push the one that was evaluated."
         )
 
 
-def find_contradictions(facts: Facts, recorded: Mapping[str, Any]) -> list[str]:
-    """Every fact that contradicts what is recorded, with both values."""
-    data = {f"{side}_data": facts.data_of(side) for side in ("training", "evaluation")}
-    stated = {name: value for name, value in (vars(facts) | data).items() if value}
-    classes = [{"model": _select(described, ["num_labels"])} for described in data.values()]
-    differing = [each for one in (stated, *classes) for each in _differences(one, recorded)]
+def find_contradictions(facts: Facts, found: Facts) -> list[str]:
+    """Every fact that contradicts what was found in checkpoint and records, with both values."""
+    # The split of a data set is the evaluated one.
+    trained = facts.training_data or (facts.dataset and replace(facts.dataset, split=None))
+    data = {"training_data": trained, "evaluation_data": facts.evaluated}
+    stated = {name: value for name, value in {**vars(facts), **data}.items() if value}
+    classes = [{"model": {"num_labels": one.num_labels}} for one in data.values() if one and one.num_labels]
+    differing = [each for one in (stated, *classes) for each in _differences(one, vars(found))]
     differing += [
         f"{name} is {value!r} in the facts, and the checkpoint has no such field"
         for name, value in facts.model.items()
-        if name not in recorded["model"]
+        if name not in found.model
     ]
     return list(dict.fromkeys(differing))
 
@@ -308,37 +319,29 @@ def _differences(
     return [
         f"{place[-1]} is {value!r} in {places[0]} and {values[place]!r} in {places[1]}"
         for place, value in _statements(stated)
-        if place in values and not _are_equal(value, values[place])
+        # 32 and [32, 32] are the same image size.
+        if place in values and sides_of(value) != sides_of(values[place])
     ]
 
 
-def _statements(facts: Mapping[str, Any], group: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _statements(facts: Mapping[str, Any], group: tuple = ()) -> Iterator[tuple[tuple, Any]]:
     """Every single fact with its place among [`Facts`], which ends with its name in messages."""
     for name, value in facts.items():
-        if name in DATA and not group and value:
-            label, kind = name.replace("_", " "), value.get("type")
-            details = {**value, "files": [Path(file).name for file in value.get("files", ())]}
-            yield (label,), value.get("hub_id") or (value["name"] if kind in (None, "custom") else kind)
-            yield from (((f"{label}: {each}",), details[each]) for each in DATA_DETAILS if details.get(each))
-        elif name == "results" and not group:
+        if isinstance(value, Data):
+            label, kind = name.replace("_", " "), value.type
+            yield (label,), value.hub_id or (value.name if kind in (None, "custom") else kind)
+            details = {**vars(value), "files": [Path(file).name for file in value.files]}
+            yield from (((f"{label}: {each}",), details[each]) for each in DATA_DETAILS if details[each])
+        elif name == "results":
             for result in value:
-                numbers = {f"{key} at {format_inputs(result)}": result[key] for key in result if key != "data"}
-                yield from _statements(numbers, (str(input_key(result)),))
+                told = {**vars(result), **result.numbers, "numbers": None, "data": None}
+                numbers = {f"{key} at {result.inputs}": told[key] for key in told if told[key] is not None}
+                yield from _statements(numbers, (str(result.key),))
         else:
-            yield (*group, name), value
+            # Two groups are compared fact by fact.
+            yield (*group, name), {} if isinstance(value, dict) else value
             if isinstance(value, dict):
                 yield from _statements(value, (*group, name))
-
-
-def _are_equal(first: Any, second: Any) -> bool:
-    """Whether two values are equal; 32 and [32, 32] are the same image size, and groups are compared one by one."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        return True
-    values = [list(value) if isinstance(value, tuple) else value for value in (first, second)]
-    if isinstance(values[0], list) != isinstance(values[1], list):
-        values.sort(key=lambda value: isinstance(value, list))
-        return bool(values[1]) and all(item == values[0] for item in values[1])
-    return values[0] == values[1]
 
 
 def _select(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -352,11 +355,3 @@ def read_record(saved: SavedModel, name: str) -> dict[str, Any]:
         return saved.read_json(name) if saved.has(name) else {}
     except ValueError as error:
         raise FactsError(str(error)) from None
-
-
-def run_group(saved: SavedModel, name: str) -> dict[str, Any]:
-    """A group of the record of a run; empty if missing."""
-    value = read_record(saved, RUN_FILE).get(name)
-    if not isinstance(value, dict | None):
-        raise FactsError(f"{name} in {RUN_FILE} is {value!r}; accepted: a json object.")
-    return value or {}

@@ -1,10 +1,10 @@
-"""The facts that model cards are rendered from: their format, and the files in model_cards/."""
+"""What is known of a checkpoint, as records that refuse wrong values, and the files in model_cards/ with such facts."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from huggingface_hub.dataclasses import type_validator
@@ -40,101 +40,176 @@ MODEL_FIELDS = (
     "pooling",
     "base_model_type",
 )
-DATA_FIELDS = ("name", "type", "hub_id", "config", "split", "files", "samples", "num_labels", "description", "terms")
 # The folder is beside the package in a checkout, and inside it in a wheel.
 _HERE = Path(__file__).resolve().parents[1]
 FOLDER = (_HERE if (_HERE / "model_cards").is_dir() else _HERE.parent) / "model_cards"
+
+AnyRecord = TypeVar("AnyRecord", bound="Record")
 
 
 class FactsError(InputError):
     """Facts that cannot be used for the card of this checkpoint; the message names the file and the problem."""
 
 
-@dataclass
-class Facts:
-    """
-    The content of a card.
+def fact(accepted: str, default: Any = MISSING, holds: Callable[[Any], bool] = lambda value: True) -> Any:
+    """A field of a [`Record`]: what it accepts in words, its default or the type of an empty one, and a test."""
+    kind = "default_factory" if isinstance(default, type) else "default"
+    return field(**{kind: default}, metadata={"accepted": accepted, "holds": holds})
 
-    Args:
-        title: Heading.
-        encoding: Key of `encodings` in common.yaml: description, paper and citation.
-        dataset: Training and evaluation data: a key of `datasets` in common.yaml, or a mapping of the same form.
-        training_data, evaluation_data: The same for one of the two, with `split`, `files` and `samples` if known;
-            missing fields are those of `dataset`.
-        class_names: Names of the classes, in the order of the classifier's outputs.
-        model: Configuration fields that describe the architecture.
-        recipe: Training settings by name; `recipe_source` names their origin.
-        results: Evaluations, see [`checked_facts.result_of_run`].
-        paper_figures: `image_size`, `accuracy` (from 0 to 1), optionally `low` and `high`, and `where` (paper, table).
-        cost: Time and speed of training and the number of parameters, by name.
-        environment: Versions and hardware of training.
-        architecture: Name of the model class; `None` means an image (with `num_frames`, a video) classifier.
-        seeds: Seeds of the training runs behind the results.
-        intended_use, limits, notes: Paragraphs.
-        license: The Hub's name of the licence; `None` if none was chosen.
-        base_model: Repository of the model from which an adapter or a fine-tuned model starts.
-        converted_from: Origin of weights that were not trained with this library.
-        progress: `step`, `max_steps` and `metrics` (of this step, or `None`) of an unfinished run.
-        has_processor: Whether a processor file is beside the weights.
-        weights: Digest of the weights.
 
-    Raises:
-        FactsError: for an invalid value.
-    """
-
-    title: str
-    encoding: str
-    dataset: str | dict | None = None
-    training_data: dict | None = None
-    evaluation_data: dict | None = None
-    class_names: list[str] = field(default_factory=list)
-    model: dict = field(default_factory=dict)
-    recipe: dict = field(default_factory=dict)
-    recipe_source: str | None = None
-    results: list[dict] = field(default_factory=list)
-    paper_figures: list[dict] = field(default_factory=list)
-    cost: dict = field(default_factory=dict)
-    environment: dict = field(default_factory=dict)
-    architecture: str | None = None
-    seeds: list[int] = field(default_factory=list)
-    intended_use: str | None = None
-    limits: str | None = None
-    notes: str | None = None
-    license: str | None = None
-    base_model: str | None = None
-    converted_from: str | None = None
-    progress: dict | None = None
-    has_processor: bool = True
-    weights: str | None = None
+@dataclass(frozen=True)
+class Record:
+    """Raises [`FactsError`] for values that are not of the type of their field or fail its test."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
+            value = getattr(self, item.name)
             try:
-                type_validator(item.name, getattr(self, item.name), item.type)
-            except TypeError as error:
-                raise FactsError(f"{error}.") from None
-        common = common_facts()
-        if self.encoding not in common["encodings"]:
-            raise FactsError(f"encoding {self.encoding!r}: accepted are {', '.join(common['encodings'])}.")
-        if isinstance(self.dataset, str):
-            if self.dataset not in common["datasets"]:
-                raise FactsError(f"dataset {self.dataset!r}: accepted are {', '.join(common['datasets'])}.")
-            self.dataset = common["datasets"][self.dataset]
-        self.training_data = self.training_data and self.data_of("training")
-        self.evaluation_data = self.evaluation_data and self.data_of("evaluation")
-        for data in filter(None, (self.dataset, self.training_data, self.evaluation_data)):
-            _check_data(data)
-        for figure in (*self.results, *self.paper_figures):
-            _check_figure(figure)
-        self.results.sort(key=input_key)
+                type_validator(item.name, value, item.type)
+                is_accepted = value is None or item.metadata["holds"](value)
+            except TypeError:
+                is_accepted = False
+            if not is_accepted:
+                raise FactsError(f"{item.name} {value!r}: accepted is {item.metadata['accepted']}.")
 
-    def data_of(self, side: str) -> dict:
-        """The `"training"` or `"evaluation"` data with what `dataset` says of them; empty if nothing is known."""
-        assert not isinstance(self.dataset, str), "the data set of this name has replaced it"
+    @classmethod
+    def read(cls: type[AnyRecord], content: Mapping[str, Any], place: str) -> AnyRecord:
+        """The record in a mapping. Raises [`FactsError`], with its place, also for missing and unknown keys."""
+        known = {item.name: item for item in fields(cls)}
+        if unknown := sorted(map(str, set(content) - set(known))):
+            raise FactsError(f"{place}: unknown key {unknown}; accepted: {', '.join(known)}.")
+        given = {name: None for name, item in known.items() if item.default is item.default_factory is MISSING}
+        given |= {name: value for name, value in content.items() if value is not None}
+        try:
+            return cls(**given)
+        except FactsError as error:
+            raise FactsError(f"{place}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Data(Record):
+    """Data to train on or to evaluate with."""
+
+    name: str = fact("a name to show", holds=bool)
+    type: str | None = fact("a short name, `custom` for data that only their user knows", None)
+    hub_id: str | None = fact("a repository on the Hub", None)
+    config: str | None = fact("the name of a configuration", None)
+    split: str | None = fact("the name of a split", None)
+    files: list[str] = fact("a list of names", list)
+    samples: int | None = fact("a number of examples", None)
+    num_labels: int | None = fact("a number of classes", None)
+    description: str | None = fact("a phrase", None)
+    terms: str | None = fact("a sentence", None)
+
+
+def _are_measures(numbers: dict[str, Any]) -> bool:
+    are_finite = all(not isinstance(value, bool) and math.isfinite(value) for value in numbers.values())
+    return are_finite and 0 <= numbers.get("accuracy", -1) <= 1
+
+
+@dataclass(frozen=True)
+class Figure(Record):
+    """What was measured with one model on inputs of one size, in an evaluation or in a paper."""
+
+    image_size: list[int] = fact("a number of pixels, or [height, width]", holds=lambda sides: len(sides) in (2, 3))
+    numbers: dict[str, Any] = fact("finite numbers, accuracy as a share of 1: 69.6% is 0.696", holds=_are_measures)
+    max_num_patches: int | None = fact("a number of patches, 1 and above", None, lambda number: number >= 1)
+    samples: int | None = fact("a number of inputs", None)
+    data: Data | None = fact("data as in evaluation_data", None)
+    weights: str | None = fact("the digest of the evaluated weights", None)
+    where: str | None = fact("paper and table", None)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any], place: str) -> "Figure":
+        """The figure in a mapping with the numbers beside the rest, where `low` and `high` mean the accuracy."""
+        longer = {"low": "accuracy_low", "high": "accuracy_high"}
+        given = {longer.get(name, name): value for name, value in content.items()}
+        given["numbers"] = {name: given[name] for name in NUMBERS if name in given}
+        if given.get("image_size") is not None:
+            given["image_size"] = sides_of(given["image_size"])
+        if isinstance(given.get("data"), dict):
+            given["data"] = Data.read(given["data"], f"{place}: data")
+        return super().read({item.name: given.get(item.name) for item in fields(cls)}, place)
+
+    @property
+    def key(self) -> tuple[int, list[int]]:
+        """Identifies and sorts inputs: `max_num_patches` (0 for inputs of one size) and `image_size`."""
+        return self.max_num_patches or 0, self.image_size
+
+    @property
+    def inputs(self) -> str:
+        """In words: images of one size, or images with their own aspect ratios."""
+        sides = " × ".join(map(str, self.image_size))
+        return f"{sides} px" if self.max_num_patches is None else f"up to {self.max_num_patches} patches"
+
+    @property
+    def height(self) -> int:
+        return self.image_size[-2]
+
+    def estimate(self, metric: str) -> tuple[float, float, float]:
+        """A metric and the bounds of its interval; both are the value if no interval was measured."""
+        value = self.numbers[metric]
+        return value, self.numbers.get(f"{metric}_low", value), self.numbers.get(f"{metric}_high", value)
+
+
+@dataclass(frozen=True)
+class Facts(Record):
+    """The content of a card."""
+
+    title: str = fact("a heading")
+    encoding: str = fact("a key of `encodings` in common.yaml: description, paper and citation")
+    dataset: Data | None = fact("a key of `datasets` in common.yaml, or a mapping of the same form", None)
+    training_data: Data | None = fact("a mapping of this form, with what differs from `dataset`", None)
+    evaluation_data: Data | None = fact("a mapping of this form, with what differs from `dataset`", None)
+    class_names: list[str] = fact("names of the classes, in the order of the classifier's outputs", list)
+    model: dict = fact("configuration fields that describe the architecture", dict)
+    recipe: dict = fact("training settings by name", dict)
+    recipe_source: str | None = fact("the origin of a planned recipe", None)
+    results: list[Figure] = fact("evaluations", list)
+    paper_figures: list[Figure] = fact("`image_size`, `accuracy`, `low`, `high`, and `where` (paper, table)", list)
+    cost: dict = fact("time and speed of training and the number of parameters, by name", dict)
+    environment: dict = fact("versions and hardware of training", dict)
+    architecture: str | None = fact("a model class; by default an image (with `num_frames`, a video) classifier", None)
+    seeds: list[int] = fact("seeds of the training runs behind the results", list)
+    intended_use: str | None = fact("a paragraph", None)
+    limits: str | None = fact("a paragraph", None)
+    notes: str | None = fact("paragraphs", None)
+    license: str | None = fact("the Hub's name of the licence; `None` if none was chosen", None)
+    base_model: str | None = fact("the repository of the model from which an adapter or fine-tuned model starts", None)
+    converted_from: str | None = fact("the origin of weights that were not trained with this library", None)
+    progress: dict | None = fact("`step`, `max_steps` and `metrics` (or `None`) of an unfinished run", None)
+    has_processor: bool = fact("whether a processor file is beside the weights", True)
+    weights: str | None = fact("the digest of the weights", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.encoding not in (known := common_facts()["encodings"]):
+            raise FactsError(f"encoding {self.encoding!r}: accepted are {', '.join(known)}.")
+        self.results.sort(key=lambda result: result.key)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any], place: str) -> "Facts":
+        """The facts in a mapping, whose data and figures are mappings too."""
+        given, known = dict(content), common_facts()["datasets"]
+        dataset = given.get("dataset")
+        if isinstance(dataset, str):
+            if dataset not in known:
+                raise FactsError(f"{place}: dataset {dataset!r}: accepted are {', '.join(known)}.")
+            given["dataset"] = dataset = known[dataset]
+        shared = dataset if isinstance(dataset, dict) else {}
         # The split of a data set is the evaluated one.
-        left_out = ("split",) if side == "training" else ()
-        shared = {name: value for name, value in (self.dataset or {}).items() if name not in left_out}
-        return {**shared, **(getattr(self, f"{side}_data") or {})}
+        for name, known in (("dataset", {}), ("training_data", {**shared, "split": None}), ("evaluation_data", shared)):
+            if isinstance(value := given.get(name), dict):
+                given[name] = Data.read({**known, **value}, f"{place}: {name}") if value else None
+        for name in ("results", "paper_figures"):
+            if isinstance(value := given.get(name), list) and all(isinstance(one, dict) for one in value):
+                given[name] = [Figure.read(one, f"{place}: {name}") for one in value]
+        return super().read(given, place)
+
+    @property
+    def evaluated(self) -> Data | None:
+        """The evaluation data, or the data set of which they are a part."""
+        return self.evaluation_data or self.dataset
 
     @property
     def status(self) -> str:
@@ -143,36 +218,6 @@ class Facts:
             return "in training" if self.progress else "measured"
         exists = self.weights and (self.converted_from or self.architecture == "adapter")
         return "not evaluated" if exists else "not trained"
-
-
-def _check_data(data: dict) -> None:
-    if unknown := set(data) - set(DATA_FIELDS):
-        raise FactsError(f"data {sorted(unknown)}: accepted are {', '.join(DATA_FIELDS)}.")
-    if not data.get("name"):
-        raise FactsError(f"data {data!r}: the name is missing.")
-    files = data.get("files", [])
-    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
-        raise FactsError(f"data files {files!r}: accepted is a list of names.")
-
-
-def _check_figure(figure: dict) -> None:
-    """Turn sizes into lists; require an accuracy from 0 to 1 and finite numbers for all other figures."""
-    accuracy, size = figure.get("accuracy"), figure.get("image_size")
-    if accuracy is None or not _is_number(accuracy) or not 0 <= accuracy <= 1:
-        raise FactsError(f"accuracy {accuracy!r}: accepted are shares of 1, so 69.6% is 0.696.")
-    figure["image_size"] = sides = height_and_width(size)
-    if len(sides) not in (2, 3) or not all(isinstance(side, int) for side in sides):
-        raise FactsError(f"image_size {size!r}: accepted are a number of pixels, or [height, width].")
-    patches = figure.get("max_num_patches")
-    if patches is not None and (not isinstance(patches, int) or patches < 1):
-        raise FactsError(f"max_num_patches {patches!r}: accepted are numbers of patches, 1 and above.")
-    for name in (*NUMBERS, "low", "high"):
-        if name in figure and not _is_number(figure[name]):
-            raise FactsError(f"{name} {figure[name]!r}: accepted are finite numbers.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def common_facts() -> dict[str, dict]:
@@ -198,33 +243,11 @@ def load_facts(path: str | Path) -> Facts:
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
         place = f", line {mark.line + 1}" if mark else ""
         raise FactsError(f"{file.name} is not a readable yaml file{place}: {reason}.") from None
-    known = [item.name for item in fields(Facts)]
-    if not isinstance(content, dict) or set(content) - set(known):
-        unknown = sorted(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
-        raise FactsError(f"{file.name}: unknown key {unknown}; accepted: {', '.join(known)}.")
-    if missing := [name for name in ("title", "encoding") if name not in content]:
-        raise FactsError(f"{file.name}: {', '.join(missing)} missing.")
-    try:
-        return Facts(**content)
-    except FactsError as error:
-        raise FactsError(f"{file.name}: {error}") from None
+    if not isinstance(content, dict):
+        raise FactsError(f"{file.name} contains a {type(content).__name__}; accepted: a mapping of facts.")
+    return Facts.read(content, file.name)
 
 
-def height_and_width(size: Any) -> list:
+def sides_of(size: Any) -> list:
     """[height, width] of a square given as a number; the sides of other sizes."""
     return list(size) if isinstance(size, list | tuple) else [size, size]
-
-
-def format_size(size: int | Iterable[int]) -> str:
-    return " × ".join(map(str, height_and_width(size)))
-
-
-def input_key(figure: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """A sort key of the inputs of a figure: `max_num_patches` (0 for inputs of one size) and `image_size`."""
-    return figure.get("max_num_patches") or 0, height_and_width(figure["image_size"])
-
-
-def format_inputs(figure: Mapping[str, Any]) -> str:
-    """The inputs of a figure in words: images of one size, or images with their own aspect ratios."""
-    patches = figure.get("max_num_patches")
-    return f"{format_size(figure['image_size'])} px" if patches is None else f"up to {patches} patches"

@@ -55,7 +55,7 @@ def test_facts_render_and_the_hub_accepts_them(name):
         assert "**not of this checkpoint**" in text
         # What a paper reports is no result of ours.
         published = {result.metric_value for result in data.eval_results or []}
-        assert not published & {figure["accuracy"] for figure in facts.paper_figures}
+        assert not published & {figure.numbers["accuracy"] for figure in facts.paper_figures}
 
 
 def test_every_encoding_has_a_description_and_a_paper():
@@ -81,7 +81,7 @@ def test_facts_of_a_paper_are_its_recipe(name):
     assert {"coordinates", "block_size"} <= set(facts.model)
     for key in set(recipe) & set(facts.recipe):
         assert facts.recipe[key] == recipe[key], key
-    assert all("Table 1," in f"{figure['where']}," or "Table 3" in figure["where"] for figure in facts.paper_figures)
+    assert all("Table 1," in f"{figure.where}," or "Table 3" in figure.where for figure in facts.paper_figures)
 
 
 def test_the_hub_validates_a_card_before_anything_is_written(hub, tmp_path):
@@ -297,7 +297,7 @@ def test_facts_that_agree_and_records_together(run, tmp_path):
     known = facts_of_run(SavedModel(folder), load_facts(tmp_path / "facts.yaml"))
     assert known.title == "Small" and known.notes == "What no record knows."
     assert known.recipe["learning_rate"] == 1e-3 and "optimizer" not in known.recipe
-    assert known.model["intermediate_size"] == 64 and known.evaluation_data["samples"] == 10_000
+    assert known.model["intermediate_size"] == 64 and known.evaluation_data.samples == 10_000
 
 
 def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(run, tmp_path):
@@ -320,7 +320,7 @@ def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(
             FactsError, match="evaluation data is '(uoft-cs/cifar10|CIFAR-10)' in the facts and 'test.parquet' in"
         ):
             push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
-    (folder / "run_config.json").unlink()
+    (folder / "run_config.json").write_text('{"image_size": [16, 16]}')
     (tmp_path / "facts.yaml").write_text("title: T\nencoding: liere\ndataset: cifar10\n")
     with pytest.raises(FactsError, match="evaluation data is 'uoft-cs/cifar10' in the facts and 'not recorded' in"):
         push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
@@ -397,11 +397,29 @@ def test_a_video_is_measured_at_its_height(tiny_video, tmp_path):
     [
         ("eval_results.json", "{", "eval_results.json is not a json file"),
         ("eval_results.json", "[1]", "eval_results.json contains a list; accepted: a json object"),
-        ("eval_results.json", '{"eval_accuracy": NaN}', "accuracy nan: accepted are shares of 1"),
-        ("eval_results.json", '{"eval_accuracy": "high"}', "accuracy 'high': accepted are shares of 1"),
-        ("eval_results.json", '{"eval_map": 0.5}', "accuracy None: accepted are shares of 1"),
-        ("eval_results.json", '{"eval_accuracy": 0.5, "eval_loss": Infinity}', "loss inf: accepted are finite"),
-        ("run_config.json", '{"training": 3}', "training in run_config.json is 3; accepted: a json object"),
+        (
+            "eval_results.json",
+            '{"eval_accuracy": NaN}',
+            "{'accuracy': nan}: accepted is finite numbers, accuracy as a share of 1",
+        ),
+        (
+            "eval_results.json",
+            '{"eval_accuracy": "high"}',
+            "{'accuracy': 'high'}: accepted is finite numbers, accuracy as a share of 1",
+        ),
+        (
+            "eval_results.json",
+            '{"eval_map": 0.5}',
+            "numbers {}: accepted is finite numbers, accuracy as a share of 1",
+        ),
+        (
+            "eval_results.json",
+            '{"eval_accuracy": 0.5, "eval_loss": Infinity}',
+            "'loss': inf}: accepted is finite numbers",
+        ),
+        ("run_config.json", '{"training": 3}', "run_config.json: training 3: accepted is a json object"),
+        ("run_config.json", '{"model_name_or_path": 3}', "run_config.json: model_name_or_path 3: accepted is a name"),
+        ("weights.json", '{"sha256": 3}', "weights 3: accepted is the digest of the evaluated weights"),
         ("config.json", "{}", "config.json is not a configuration of hf_liere: None is none of our models"),
         ("config.json", '{"architectures": ["LieREViTModel"], "hidden_size": "wide"}', "is not a configuration"),
         ("weights.json", "not json", "weights.json is not a json file"),
@@ -500,11 +518,14 @@ def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
         ({"encoding": "sine"}, "encoding 'sine': accepted are liere, rope_mixed"),
         ({"dataset": "mnist"}, "dataset 'mnist': accepted are imagenet"),
         ({"paper_figures": [{"image_size": 224, "accuracy": 69.6, "where": "Table 2"}]}, "69.6% is 0.696"),
-        ({"title": None}, "facts.yaml: title missing"),
-        ({"model": 3}, "facts.yaml: Field .model. expected dict, got int"),
-        ({"results": [{"accuracy": 0.5}]}, "facts.yaml: image_size None: accepted are a number of pixels"),
-        ({"dataset": {"name": "x", "files": "a.parquet"}}, "facts.yaml: data files 'a.parquet': accepted is a list of"),
-        ({"dataset": {"name": "x", "sise": 3}}, r"facts.yaml: data \['sise'\]: accepted are name, type"),
+        ({"title": None}, "facts.yaml: title None: accepted is a heading"),
+        ({"model": 3}, "facts.yaml: model 3: accepted is configuration fields"),
+        ({"results": [{"accuracy": 0.5}]}, "facts.yaml: results: image_size None: accepted is a number of pixels"),
+        (
+            {"dataset": {"name": "x", "files": "a.parquet"}},
+            "facts.yaml: dataset: files 'a.parquet': accepted is a list of",
+        ),
+        ({"dataset": {"name": "x", "sise": 3}}, r"facts.yaml: dataset: unknown key \['sise'\]; accepted: name, type"),
     ],
 )
 def test_facts_that_mean_nothing(tmp_path, change, message):

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
@@ -97,8 +98,7 @@ class HubPushes:
         logged = [entry for entry in self.state.log_history if entry["step"] == step and "eval_accuracy" in entry]
         progress = {"step": step, "max_steps": self.state.max_steps, "metrics": logged[-1] if logged else None}
         facts = facts_of_run(saved, title=self.hub_model_id.rpartition("/")[2], progress=progress)
-        facts.license = self.args.hub_license
-        render_card(facts, self.hub_model_id).write(snapshot)
+        render_card(replace(facts, license=self.args.hub_license), self.hub_model_id).write(snapshot)
         if self.args.hub_strategy == HubStrategy.CHECKPOINT:
             states = snapshot / LAST_CHECKPOINT
             states.mkdir()
