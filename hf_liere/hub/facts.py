@@ -148,8 +148,9 @@ class Figure(Record):
 
     def estimate(self, metric: str) -> tuple[float, float, float]:
         """A metric and the bounds of its interval; both are the value if no interval was measured."""
-        value = self.numbers[metric]
-        return value, self.numbers.get(f"{metric}_low", value), self.numbers.get(f"{metric}_high", value)
+        value, bounds = self.numbers[metric], (f"{metric}_low", f"{metric}_high")
+        low, high = (self.numbers[name] if set(bounds) <= set(self.numbers) else value for name in bounds)
+        return value, low, high
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,12 @@ def test_evaluations_at_other_sizes_make_a_table_and_a_plot(run, tmp_path):
     assert Card.read(SavedModel(folder)) == card
 
 
+def test_half_an_interval_is_not_shown(run):
+    folder, _ = run
+    (folder / "eval_results.json").write_text('{"eval_accuracy": 0.625, "eval_accuracy_high": 0.75}')
+    assert "| 62.5% |" in push_card(SavedModel(folder), "me/x").text
+
+
 def test_figures_of_other_weights_are_refused(run, tmp_path):
     folder, _ = run
     records(tmp_path / "at_32", "0" * 64, accuracy=0.5, size=32)
