@@ -20,7 +20,6 @@ from .models.encoding.registration import register_coordinates, register_encodin
 from .models.encoding.rotary_encoding import RotaryEncoding
 from .models.encoding.starts import Start
 from .models.patched.rotary_patch import RotaryPatchConfig
-from .models.rotation.accumulation import accumulate_rotations
 from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
 from .models.transformer.configuration_liere_tokens import LieRETokensConfig
 from .models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
@@ -63,7 +62,6 @@ __all__ = [
     "ScheduleInput",
     "Start",
     "__version__",
-    "accumulate_rotations",
     "batch_of_patches",
     "complete_model",
     "grid_positions",

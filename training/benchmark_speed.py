@@ -92,12 +92,6 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--model_size", choices=SIZES, default="small")
     parser.add_argument("--num_hidden_layers", type=int, help="another depth than the model size's")
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument(
-        "--micro_batches",
-        type=int,
-        default=1,
-        help="of a training step, by accumulate_rotations, for --table encodings (1)",
-    )
     parser.add_argument("--image_size", type=int, default=224)
     parser.add_argument("--patch_size", type=int, default=16)
     parser.add_argument("--num_frames", type=int, help="video models, with this many frames")
@@ -115,11 +109,9 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds if options.rounds is not None else 15 if options.table in WHOLE_TABLES else 100
-    for name in ("batch_size", "micro_batches", "image_size", "patch_size", "rounds"):
+    for name in ("batch_size", "image_size", "patch_size", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: accepted are 1 and more")
-    if options.micro_batches > 1 and options.table != "encodings":
-        parser.error(f"--micro_batches {options.micro_batches}: accepted with --table encodings, which compares steps")
     return options
 
 

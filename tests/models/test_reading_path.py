@@ -9,8 +9,8 @@ import hf_liere
 
 
 MODELS = Path(hf_liere.__file__).parent / "models"
-# A reader may skip how a result is pooled, kept or accumulated, and the fields of the configuration.
-SKIPPED = {"pooling", "rotation_cache", "accumulation", "configuration_liere"}
+# A reader may skip how a result is pooled or kept, and the fields of the configuration.
+SKIPPED = {"pooling", "rotation_cache", "configuration_liere"}
 
 
 def entered_files(monkeypatch):

@@ -191,7 +191,7 @@ def test_a_checkpoint_has_one_file_of_code(kind, files, tiny, tiny_video, tmp_pa
     assert {place.partition(".")[0] for place in model.config.auto_map.values()} == {code[0].stem}
     text = code[0].read_text()
     assert text.startswith(f"# Code of hf_liere {hf_liere.__version__}; `pip install .`")
-    for unused in ("CirculantString", "AxialRoPE", "ComRoPE", "RotationAccumulation"):
+    for unused in ("CirculantString", "AxialRoPE", "ComRoPE"):
         assert f"class {unused}" not in text
     rooms = [line.split("/")[2] for line in text.splitlines() if line.startswith("# From hf_liere/")]
     rotations = [room for room in rooms if room in ("rotation", "encoding", "transformer")]

@@ -50,14 +50,11 @@ def step(model, kind, batch):
     size = 1 if kind.endswith("accumulated") else len(batch["labels"])
     parts = [dict(zip(batch, part)) for part in zip(*(values.split(size) for values in batch.values()))]
     logits = []
-    with hf_liere.accumulate_rotations(wrapped) as window:
-        for index, part in enumerate(parts):
-            if is_last := index == len(parts) - 1:
-                window.last()
-            with micro_batch(wrapped, is_last):
-                outputs = wrapped(**part)
-                (outputs.loss / len(parts)).backward()
-            logits.append(outputs.logits)
+    for index, part in enumerate(parts):
+        with micro_batch(wrapped, is_last=index == len(parts) - 1):
+            outputs = wrapped(**part)
+            (outputs.loss / len(parts)).backward()
+        logits.append(outputs.logits)
     optimizer.step()
     return torch.cat(logits)
 

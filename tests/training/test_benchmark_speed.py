@@ -126,7 +126,6 @@ def test_table_of_encodings(tmp_path, capsys):
     names = "none liere8 naive_comrope_ld8 timm_rope_mixed folded_liere8".split()
     output = tmp_path / "new" / "speed.jsonl"
     arguments = [*TINY, "--rounds", "2", "--rows", *names[:-1], "--folded", "--output", str(output)]
-    arguments += ["--micro_batches", "2"]
     assert benchmark_speed.main(arguments) == 0
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]

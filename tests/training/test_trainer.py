@@ -8,7 +8,6 @@ import pytest
 import torch
 from checkout import ROOT
 from encoding_cases import LEARNED, block_size
-from rotating import Operators
 from training_helpers import assert_same_weights, main, train, weights, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
@@ -75,18 +74,6 @@ def test_accumulated_batches_equal_one_batch(parquet, tmp_path):
     assert whole["train_loss"] == pytest.approx(parts["train_loss"], abs=1e-6)
 
 
-def test_rotations_of_accumulated_batches_are_computed_once(parquet, tmp_path):
-    flags = ("--train_files", parquet, "--position_encoding", "liere", "--num_train_epochs", 1, "--optim", "sgd")
-    flags += ("--learning_rate", 0.1, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 4)
-    # Clipped, so that all weights depend on all gradients.
-    flags += ("--max_grad_norm", 0.01)
-    for name, given, passes in (("plain", (), 10), ("accumulated", ("--accumulate_rotations",), 3)):
-        with Operators() as operators:
-            train(tmp_path / name, *flags, *given)
-        assert operators.names.count("block_rotations_backward") == passes
-    assert_same_weights(tmp_path / "plain", tmp_path / "accumulated", 1e-7)
-
-
 def test_the_implementation_of_attention_is_the_flags(parquet, tmp_path):
     flags = ("--train_files", parquet, "--num_train_epochs", 1, "--optim", "sgd", "--learning_rate", 0.1)
     for name in ("sdpa", "eager"):
@@ -124,43 +111,6 @@ def tiny_trainer(tmp_path, factor=1.0, flags=None, **fields):
         **(flags or {}),
     )
     return ClassificationTrainer(LieREViTForImageClassification(config), arguments)
-
-
-class Noise(torch.utils.data.Dataset):
-    """Eight images of noise."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, key):
-        generator = torch.Generator().manual_seed(key[1])
-        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": key[1] % 2}
-
-
-def test_a_step_that_was_interrupted_leaves_nothing_in_the_next_run(tmp_path, monkeypatch):
-    """Of the same trainer, as in a notebook: the weights are those of plain accumulation."""
-    genuine, calls = ClassificationTrainer.compute_loss, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return genuine(*args, **kwargs)
-
-    monkeypatch.setattr(ClassificationTrainer, "compute_loss", interrupted)
-    flags = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
-    start, found = tiny_trainer(tmp_path, position_encoding="liere").model.state_dict(), []
-    for held in (True, False):
-        trainer = tiny_trainer(tmp_path, flags=flags | {"accumulate_rotations": held}, position_encoding="liere")
-        trainer.model.load_state_dict(start)
-        trainer.train_dataset = Noise()
-        calls.clear()
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        trainer.train()
-        found.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
-    assert len(calls) == 3 + 4 and not torch.equal(found[0][GENERATORS], start[GENERATORS])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("encoding", LEARNED)

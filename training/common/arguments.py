@@ -239,11 +239,6 @@ class RunArguments(TrainingArguments):
     rotary_learning_rate_factor: float = flag(
         1.0, "Learning rate of the rotations' parameters, as a multiple of the others'."
     )
-    accumulate_rotations: bool = flag(
-        False,
-        "With gradient_accumulation_steps, compute the rotations of LieRE and their backward pass once per optimizer "
-        "step. Takes memory for the sums of their gradients; not with DeepSpeed.",
-    )
     attn_implementation: str | None = flag(
         None,
         "Implementation of attention, by its name in transformers, such as `eager`; by default the model's. It changes "
@@ -281,8 +276,6 @@ class RunArguments(TrainingArguments):
             )
         if not self.average_tokens_across_devices:
             raise InputError("--average_tokens_across_devices must stay on: the loss is a mean over all processes.")
-        if self.accumulate_rotations and self.deepspeed_plugin is not None:
-            raise InputError("--accumulate_rotations is not supported with DeepSpeed; accepted: plain runs, DDP, FSDP.")
         if self.total_train_batch_size is not None:
             self.per_device_train_batch_size = self._share_of_batch()
         self._check_hub()

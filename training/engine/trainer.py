@@ -1,6 +1,5 @@
 """Trainer with parameter groups for rotations and a stop at the first NaN; exact classification loss and metrics."""
 
-import contextlib
 import math
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
-from hf_liere import accumulate_rotations
 from hf_liere.errors import InputError
 from hf_liere.geometry.pose_attention import POSE_ATTENTION
 from training.common.messages import reason
@@ -47,9 +45,6 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         if self.args.attn_implementation is not None:
             self._choose_attention(self.args.attn_implementation)
         self.evaluation_seconds = 0.0
-        # The window of `accumulate_rotations` that is open, and what closes it.
-        self._window: accumulate_rotations | None = None
-        self._open_step = contextlib.ExitStack()
         # Time and step at which losses were last logged.
         self._last_log: tuple[float, int] | None = None
 
@@ -62,33 +57,13 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
             raise InputError(f"--attn_implementation {name}: {reason(error)}; accepted: sdpa, eager.") from error
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        with self._micro_batch(model):
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
         self._require_finite("loss", loss)
         # With fp16, gradients may overflow; the scaler then skips the step.
         if self.accelerator.sync_gradients and self.accelerator.scaler is None:
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             self._require_finite("gradient norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         return loss
-
-    def train(self, *args, **kwargs):
-        self._window = None
-        # An exception in the middle of a step leaves it out.
-        with self._open_step:
-            return super().train(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _micro_batch(self, model):
-        """The window of `accumulate_rotations` stays open from the first micro-batch of a step to the last one."""
-        if self.args.accumulate_rotations:
-            if self._window is None:
-                self._window = self._open_step.enter_context(accumulate_rotations(model))
-            if self.accelerator.sync_gradients:
-                self._window.last()
-        yield
-        if self.accelerator.sync_gradients:
-            self._open_step.close()
-            self._window = None
 
     def _require_finite(self, what: str, value: torch.Tensor) -> None:
         if not math.isfinite(value := value.item()):

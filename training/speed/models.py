@@ -66,7 +66,6 @@ class Settings:
     dtype: str
     attn_implementation: str
     compile: bool
-    micro_batches: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:

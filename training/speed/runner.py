@@ -46,17 +46,6 @@ class Runner:
                 logits(self.call, self.pixels)
             return
         self.model.zero_grad(set_to_none=True)
-        if self.settings.micro_batches == 1:
-            # Entering the context visits all modules, which is no part of a plain step.
-            self._micro_batch()
-            return
-        with hf_liere.accumulate_rotations(self.model) as window:
-            for left in reversed(range(self.settings.micro_batches)):
-                if left == 0:
-                    window.last()
-                self._micro_batch()
-
-    def _micro_batch(self) -> None:
         with self.settings.autocast():
             loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
         loss.backward()

@@ -52,8 +52,7 @@ def encodings_table(records: Records, case: Case, clock: str) -> str:
             if phase not in phases_of(row):
                 cells += ["–"] * 2
                 continue
-            batches = case.settings.micro_batches if phase == "training" else 1
-            seconds = [line["value"]["wall"] / batches for line in records.steps(case, row, phase).values()]
+            seconds = [line["value"]["wall"] for line in records.steps(case, row, phase).values()]
             cells += [format_rate(case, seconds), format_ratio(records.ratios(case, row, phase, clock))]
         memory, error = records.value(case, row, "memory"), records.value(case, row, "error")
         cells.append("–" if not row.trains else "not measured" if memory is None else f"{memory / 1e6:,.0f}")

@@ -186,8 +186,6 @@ class LieRE(RotaryEncoding):
         super().__init__(config, num_axes)
         shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
         self.generators = self.new_parameter(*shape)
-        # Set by `accumulate_rotations`, which the code of a checkpoint lacks.
-        self.rotation_sums = None
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
@@ -215,22 +213,12 @@ class LieRE(RotaryEncoding):
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
         # Half types of parameters are float32 in rotations.
         at_once = num_layers == 1 or elements * max(entries.itemsize, 4) <= ALL_LAYERS_BYTES
-        # Only grids are likely to come back.
-        key = (facts, layers.start, dtype) if at_once and facts is not None else None
-
-        # Graphs of torch 2.9 cannot evaluate this annotation on Python 3.10.
-        def compute(entries: torch.Tensor) -> "Iterable[Rotation]":
-            chosen = entries[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
-            if at_once:
-                return self.rotations_from(placed, chosen, dtype, rays)
-            # Copies, because frameworks that shard parameters free them when this module returns.
-            parts = [part.clone() for part in chosen.split(1, dim=1)]
-            return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
-
-        # Replicas of `DataParallel` share the sums and have no parameters.
-        if self.rotation_sums is None or not self._parameters:
-            return compute(entries)
-        return self.rotation_sums.rotations(key, entries, compute)
+        chosen = entries[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
+        if at_once:
+            return self.rotations_from(placed, chosen, dtype, rays)
+        # Copies, because frameworks that shard parameters free them when this module returns.
+        parts = [part.clone() for part in chosen.split(1, dim=1)]
+        return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
 
     @classmethod
     def folded_class(cls, config) -> type[RotaryEncoding]:
