@@ -140,7 +140,7 @@ def test_table_of_encodings(tmp_path, capsys):
     assert records[0]["machine"]["torch"] == torch.__version__
     times = [record for record in records if record.get("quantity") in ("inference", "training")]
     walls = [r["value"]["wall"] for r in times if (r["row"], r["quantity"]) == ("liere8", "training")]
-    images = 2 * benchmark_speed.parse_arguments(TINY).batch_size
+    images = benchmark_speed.parse_arguments(TINY).batch_size
     assert float(table["liere8"][2]) == pytest.approx(images * len(walls) / sum(walls), rel=1e-3)
     assert len(times) == 2 * (2 * 5 + 1) and all(
         record[part][clock] > 0 for record in times for part in ("value", "baseline") for clock in ("wall", "cpu")
@@ -231,7 +231,7 @@ def test_output_is_never_overwritten(tmp_path, capsys):
         ("rope_mixed4", "no block size"),
         ("naive_absolute", "accepted are 'absolute' and, after naive_, axial_rope, "),
         ("timm_liere8", "after timm_, absolute, rope_mixed."),
-        ("centred_absolute", "after centred_, axial_rope, "),
+        ("centred_absolute", "after centred_, liere, "),
         ("comrope_ld7", "comrope_ld7: "),
         ("spherical_rope4", "spherical_rope has no block size; accepted is 'spherical_rope'"),
         ("naive_cayley_string", "accepted are 'cayley_string' and, after naive_, axial_rope, "),
