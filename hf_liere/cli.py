@@ -53,6 +53,8 @@ FOLDER = Path(__file__).parent
 VERSION = runpy.run_path(str(FOLDER / "version.py"))["__version__"]
 PARSER = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
 PARSER.add_argument("--version", action="version", version=VERSION)
+REGISTER = "before the command: a Python file that registers encodings, starts or coordinates of yours"
+PARSER.add_argument("--register", help=REGISTER, metavar="FILE", nargs=1, default=[])
 COMMANDS = PARSER.add_subparsers(dest="command", required=True)
 Argument: TypeAlias = tuple[str, dict[str, Any]]
 
@@ -383,8 +385,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str] | None) -> int:
     options = vars(PARSER.parse_args(arguments))
-    command, run = options.pop("command"), options.pop("run_command")
+    command, run, files = options.pop("command"), options.pop("run_command"), options.pop("register")
     try:
+        for file in files:
+            from .models.encoding.registration import import_file
+
+            import_file(file)
         text = run(**options)
     except KeyboardInterrupt:
         print(f"hf-liere {command}: interrupted", file=sys.stderr)

@@ -38,6 +38,11 @@ class Parts(dict):
             raise ValueError(f"{self.field}={name!r} is {_label(known)} of {known.__module__}; accepted: another name.")
         self[name] = part
 
+    def check(self, name: str | None, *others: str) -> None:
+        """Raises `ValueError` for a name that is neither offered nor among `others`; `None` means a default."""
+        if name is not None:
+            check_name(self.field, name, (*others, *self))
+
     def __missing__(self, name: str):
         check_name(self.field, name, self)
 

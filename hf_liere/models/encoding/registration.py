@@ -11,7 +11,7 @@ from .starts import Start
 
 
 Encoding = TypeVar("Encoding", bound=type[RotaryEncoding])
-AnyStart = TypeVar("AnyStart", bound=type[Start])
+Chosen = TypeVar("Chosen", bound=type[Start])
 
 
 def register_encoding(encoding: Encoding) -> Encoding:
@@ -53,7 +53,7 @@ def register_encoding(encoding: Encoding) -> Encoding:
     return encoding
 
 
-def register_start(start: AnyStart) -> AnyStart:
+def register_start(start: Chosen) -> Chosen:
     """
     As [`register_encoding`], for a value of `rotary_init`.
 

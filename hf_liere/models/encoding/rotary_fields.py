@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from huggingface_hub.dataclasses import validated_field
 
-from ..parts import check_name
 from .kinds import ANY, CONVENTIONS, ENCODINGS, STARTS, convention_of, encoding_of, needs_exponential, needs_spacing
 from .starts import start_of
 
@@ -32,23 +31,6 @@ RANGES = (
     (("rope_theta", "min_frequency", "max_frequency"), *POSITIVE),
     (("unrotated_share",), *SHARE),
 )
-
-
-def check_encoding(name: str) -> None:
-    """Raises `ValueError` for a `position_encoding` that does not exist."""
-    check_name("position_encoding", name, (*UNROTATED, *ENCODINGS))
-
-
-def check_rotary_init(name: str | None) -> None:
-    """Raises `ValueError` for a `rotary_init` that does not exist."""
-    if name is not None:
-        check_name("rotary_init", name, STARTS)
-
-
-def check_convention(name: str | None) -> None:
-    """Raises `ValueError` for `coordinates` that do not exist."""
-    if name is not None:
-        check_name("coordinates", name, CONVENTIONS)
 
 
 @dataclass(repr=False)
@@ -117,11 +99,11 @@ class RotaryFields:
             A − 1, 0, …, r − 1. Along it attention depends on differences alone. `None` means 0: rows, or frames.
     """
 
-    position_encoding: str = validated_field(check_encoding, default="liere")
+    position_encoding: str = validated_field(lambda name: ENCODINGS.check(name, *UNROTATED), default="liere")
     block_size: int | None = None
     share_heads: bool = False
     share_layers: bool = False
-    rotary_init: str | None = validated_field(check_rotary_init, default=None)
+    rotary_init: str | None = validated_field(lambda name: STARTS.check(name), default=None)
     rotary_init_scale: float | int | None = None
     rope_theta: float | int | None = None
     min_frequency: float | int | None = None
@@ -224,7 +206,7 @@ class GridFields:
             [1/rescale, rescale]. DINOv3 uses 2.
     """
 
-    coordinates: str | None = validated_field(check_convention, default=None)
+    coordinates: str | None = validated_field(lambda name: CONVENTIONS.check(name), default=None)
     position_perturbation: float | int = 0.0
     position_shift: float | int = 0.0
     position_jitter: float | int | None = None

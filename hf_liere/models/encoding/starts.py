@@ -16,8 +16,7 @@ class Start:
 
     ```python
     from hf_liere import Start
-    from hf_liere.models.encoding.kinds import STARTS
-    assert all(issubclass(start, Start) for start in STARTS.values())
+    assert Start.default_scale == 1
     ```
 
     Attributes:

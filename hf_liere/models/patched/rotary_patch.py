@@ -5,15 +5,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..encoding.kinds import ENCODINGS, STARTS, needs_spacing
-from ..encoding.rotary_fields import (
-    OWN_FIELDS,
-    GridFields,
-    RotaryFields,
-    check_convention,
-    check_format_version,
-    default_rotate_prefix,
-)
+from ..encoding.kinds import CONVENTIONS, ENCODINGS, STARTS, needs_spacing
+from ..encoding.rotary_fields import OWN_FIELDS, GridFields, RotaryFields, check_format_version, default_rotate_prefix
 from ..encoding.starts import start_of
 from ..parts import check_name
 from .tower_patch import PLANS, PRETRAINED, TowerPlan, patched_towers
@@ -80,9 +73,8 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         self._check_types()
         check_format_version(self.format_version, FORMAT_VERSION)
         check_name("position_encoding", self.position_encoding, ENCODINGS)
-        check_convention(self.coordinates)
-        if self.rotary_init is not None:
-            check_name("rotary_init", self.rotary_init, (*STARTS, "pretrained"))
+        CONVENTIONS.check(self.coordinates)
+        STARTS.check(self.rotary_init, "pretrained")
         if needs_spacing(self):
             raise ValueError(
                 f"coordinates={self.coordinates!r} need the spacing of every input, which pretrained models do not "

@@ -277,7 +277,18 @@ class LieREPixelConfig(GridFields, LieREConfig):
 @strict
 class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
     r"""
-    Configuration of the image models. See [`LieREPixelConfig`] for the fields shared with video models.
+    Configuration of the image models. These fields make a model; [`LieREPixelConfig`], [`LieREConfig`],
+    [`RotaryFields`] and [`GridFields`] have the others, and `print(config)` shows those that are not the default.
+
+    | field | values | default | |
+    |---|---|---|---|
+    | `position_encoding` | `"liere"`, `"comrope_ld"`, `"rope_mixed"`, `"absolute"`, … | `"liere"` | of patches |
+    | `block_size` | 2 … head_dim, as the encoding accepts | 8 | size of the rotations' blocks |
+    | `coordinates` | `"train_grid"`, `"unit"`, `"index"`, … | the encoding's | where patches sit |
+    | `image_size`, `patch_size` | pixels, or (height, width) | 224, 16 | of training images |
+    | `hidden_size`, `intermediate_size` | channels | 768, 3072 | of tokens, and inside the MLP |
+    | `num_hidden_layers`, `num_attention_heads` | numbers | 12, 12 | of the transformer |
+    | `num_labels` | number | 2 | classes of a classifier |
 
     ```python
     from hf_liere import LieREViTConfig, LieREViTModel

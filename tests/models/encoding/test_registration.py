@@ -11,7 +11,11 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import hf_liere
 from hf_liere import LieREViTConfig, LieREViTForImageClassification, RotaryPatchConfig
+from hf_liere.errors import InputError
 from hf_liere.models.encoding.kinds import Convention
+from hf_liere.models.encoding.registration import import_file
+from training.common.arguments import RunArguments
+from training.common.command_line import parse_arguments
 
 
 OWN = {"position_encoding": "two_parameters", "block_size": 4, "rotary_init": "tenth", "coordinates": "squares"}
@@ -123,6 +127,27 @@ def test_files_with_other_imports_are_refused(imported, named, tmp_path, monkeyp
     hf_liere.register_coordinates("with_imports", Convention("indices", with_imports.place))
     with pytest.raises(ValueError, match=named + ".*accepted: imports of torch"):
         LieREViTConfig(coordinates="with_imports").save_pretrained(tmp_path / "saved")
+
+
+def test_commands_and_scripts_import_files_by_name(tmp_path, capsys):
+    save(tmp_path / "saved")
+    shutil.copy(own_rotations.__file__, tmp_path / "own_rotations.py")
+    command = ["--register", "own_rotations.py", "inspect", "saved", "--output", "report"]
+    code = f"""
+        import sys
+        sys.path[:] = [place for place in sys.path if not place.endswith("support")]
+        from hf_liere.cli import main
+        assert main({command[2:]}) == 1
+        assert main({command}) == 0
+        assert main(["--register", "absent.py", *{command[2:]}]) == 1
+    """
+    lines = run_code(code, tmp_path)
+    assert "report" in lines[-1] and (tmp_path / "report" / "report.html").is_file()
+    with pytest.raises(InputError, match="--register: absent.py is no Python file"):
+        parse_arguments(["--register", "absent.py", "--output_dir", str(tmp_path), "--do_eval"], (RunArguments,))
+    with pytest.raises(ValueError, match="json.py has the name of"):
+        (tmp_path / "json.py").write_text("")
+        import_file(tmp_path / "json.py")
 
 
 def test_names_are_identifiers_and_belong_to_one_thing():

@@ -159,7 +159,7 @@ BAD = [
     ),
     (
         {"position_encoding": "liere", "relative_axis": 1},
-        "relative_axis=1 would do nothing here: accepted with liere_product or spherical_rope",
+        "relative_axis=1 would do nothing here: accepted with spherical_rope or liere_product",
     ),
     ({"position_encoding": "liere_product", "relative_axis": 2}, "relative_axis=2 must be one of 2 axes, 0 … 1"),
     ({"position_encoding": "spherical_rope", "relative_axis": -1}, "relative_axis=-1 must be one of 2 axes"),
