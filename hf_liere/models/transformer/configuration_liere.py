@@ -280,9 +280,9 @@ class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
     Configuration of the image models. These fields make a model; [`LieREPixelConfig`], [`LieREConfig`],
     [`RotaryFields`] and [`GridFields`] have the others, and `print(config)` shows those that are not the default.
 
-    | field | values | default | |
+    | field | values | default | meaning |
     |---|---|---|---|
-    | `position_encoding` | `"liere"`, `"comrope_ld"`, `"rope_mixed"`, `"absolute"`, … | `"liere"` | of patches |
+    | `position_encoding` | `"liere"`, `"comrope_ld"`, `"rope_mixed"`, … | `"liere"` | how attention sees positions |
     | `block_size` | 2 … head_dim, as the encoding accepts | 8 | size of the rotations' blocks |
     | `coordinates` | `"train_grid"`, `"unit"`, `"index"`, … | the encoding's | where patches sit |
     | `image_size`, `patch_size` | pixels, or (height, width) | 224, 16 | of training images |
