@@ -73,7 +73,7 @@ def register() -> None:
     is saved beside their weights, so that a checkpoint also loads without this package.
     """
     SavesItsCode.use_package(bundles.make_code)
-    Parts.elsewhere = ""
+    Parts.elsewhere = ", and what imported files register (--register FILE)"
     LieREConfig.warn_of_names = foreign_names.warn_of_names
     LieREConfig.check_names = foreign_names.check_names
     for config_class in CONFIGS:

@@ -142,7 +142,7 @@ def _read_users(part: Any, modules: Mapping[str, Module]) -> Module:
             "file of its own, such as my_rotations.py, that is imported and registered there."
         )
     place = {name: module for module, read in modules.items() for names, _ in read.statements for name in names}
-    module, known = _read(Path(path)), {"torch", *sys.stdlib_module_names}
+    module, known = _read(Path(path)), {"torch", *sys.stdlib_module_names} - {"__future__"}
     ours = {each: text for each, text in module.libraries.items() if text.startswith("from hf_liere")}
     others = {each: text for each, text in module.libraries.items() if each not in ours}
     refused = [text for each, text in ours.items() if each not in place]

@@ -54,7 +54,7 @@ VERSION = runpy.run_path(str(FOLDER / "version.py"))["__version__"]
 PARSER = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
 PARSER.add_argument("--version", action="version", version=VERSION)
 REGISTER = "before the command: a Python file that registers encodings, starts or coordinates of yours"
-PARSER.add_argument("--register", help=REGISTER, metavar="FILE", nargs=1, default=[])
+PARSER.add_argument("--register", help=REGISTER, metavar="FILE", action="append", default=[])
 COMMANDS = PARSER.add_subparsers(dest="command", required=True)
 Argument: TypeAlias = tuple[str, dict[str, Any]]
 

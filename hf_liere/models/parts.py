@@ -34,8 +34,8 @@ class Parts(dict):
         known = self.get(name)
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"{part} needs a name for {self.field} that is an identifier, not {name!r}.")
-        if known is not None and (known.__module__, _label(known)) != (part.__module__, _label(part)):
-            raise ValueError(f"{self.field}={name!r} is {_label(known)} of {known.__module__}; accepted: another name.")
+        if known is not None and _place(known) != _place(part):
+            raise ValueError(f"{self.field}={name!r} is {' of '.join(_place(known))}; accepted: another name.")
         self[name] = part
 
     def check(self, name: str | None, *others: str) -> None:
@@ -47,8 +47,10 @@ class Parts(dict):
         check_name(self.field, name, self)
 
 
-def _label(part: Any) -> str:
-    return getattr(part, "__qualname__", type(part).__name__)
+def _place(part: Any) -> tuple[str, str]:
+    """Name and module of a class, or of the function of a convention."""
+    function = getattr(part, "place", part)
+    return function.__qualname__, function.__module__
 
 
 def closest(name: object, accepted: Iterable[str]) -> str:

@@ -120,7 +120,8 @@ def test_every_block_runs(page, reader, request):
                 exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
             else:
                 for program, *arguments in block.commands():
-                    if program == "hf-liere" and all(map(is_there, arguments[1:2])) and "--help" not in arguments:
+                    given = arguments[2:] if arguments[0] == "--register" else arguments
+                    if program == "hf-liere" and all(map(is_there, given[1:2])) and "--help" not in arguments:
                         assert main(arguments) == (1 if block.output else 0), arguments
         assert_comments(block, printed.getvalue(), namespace, page.name)
         if block.output is not None:

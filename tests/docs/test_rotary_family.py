@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from checkout import ROOT
+from encoding_cases import OWN_PLAIN as ENCODINGS
 from encoding_cases import perturb
 
 import hf_liere
@@ -13,7 +14,6 @@ from hf_liere.conversion.base import ConversionError
 from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.inspection.encodings import generator_matrices, learned_frequencies, relativity_error
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.kinds import ENCODINGS
 
 
 PAGE = ROOT / "docs" / "rotary_family.md"

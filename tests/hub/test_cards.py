@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from checkout import ROOT
-from encoding_cases import ENCODINGS
+from encoding_cases import OWN_PLAIN
 from hub_cards import validate_card
 from hub_client import client
 from huggingface_hub import ModelCard
@@ -60,7 +60,7 @@ def test_facts_render_and_the_hub_accepts_them(name):
 
 def test_every_encoding_has_a_description_and_a_paper():
     common = common_facts()
-    assert set(common["encodings"]) == {"none", "absolute", *ENCODINGS}
+    assert set(common["encodings"]) == {"none", "absolute", *OWN_PLAIN}
     assert {encoding["paper"] for encoding in common["encodings"].values()} == set(common["papers"])
 
 

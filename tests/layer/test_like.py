@@ -235,7 +235,11 @@ def test_functions_that_round_in_another_way():
         (lambda: None, {}, "could not be called. Accepted are .query, key, positions"),
         (RotaryEmbeddingCat(HEAD_DIM), {"num_axes": 2}, "does not leave states at position 0"),
         (RotaryEmbeddingMixed(192, 3, 4), {"num_axes": 2}, "rotates 3 layers of 4 heads, but num_layers=1"),
-        (PointRope(), {"num_axes": 3, "position_encoding": "axial_rope"}, "it learns nothing; accepted: rope_mixed"),
+        (
+            PointRope(),
+            {"num_axes": 3, "position_encoding": "axial_rope"},
+            "it learns nothing; accepted: liere, rope_mixed",
+        ),
         (PointRope(), {"num_axes": 3, "rotary_init": "normal"}, "rotary_init would do nothing with frequencies"),
         (Partial(), {"position_encoding": "liere", "block_size": 4}, "does not divide the 10 rotated channels"),
     ],

@@ -61,6 +61,8 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
         kind = ROUNDED[config.position_encoding]
     encoding = kind(config, num_axes)
     encoding.reset_parameters()
+    if kind.check is not None:
+        kind.check(encoding)
     return encoding
 
 

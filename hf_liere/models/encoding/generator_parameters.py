@@ -55,7 +55,9 @@ class GeneratorParameters(EncodingTraits, LearnedRotations):
 
     @classmethod
     def parts(cls, config) -> list:
-        forms = [form for size, form in CLOSED_FORMS.items() if size == config.block_size]
+        # A patch has the default size if it names none.
+        chosen = config.block_size or cls.block_sizes.default
+        forms = [form for size, form in CLOSED_FORMS.items() if chosen in (None, size)]
         return [*super().parts(config), *forms, cls.folded_class(config)]
 
     @classmethod

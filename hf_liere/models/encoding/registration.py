@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from .kinds import CONVENTIONS, ENCODINGS, STARTS, Convention
 from .rotary_encoding import RotaryEncoding
 from .starts import Start
@@ -50,7 +52,23 @@ def register_encoding(encoding: Encoding) -> Encoding:
         ValueError: if it has no name, or another class has it.
     """
     ENCODINGS.register(encoding.name, encoding)
+    encoding.check = staticmethod(check_entries)
     return encoding
+
+
+@torch.no_grad()
+def check_entries(encoding: RotaryEncoding) -> None:
+    """Raises `ValueError` if an encoding of a user does not start its parameters, or makes no generators of them."""
+    kind, rates = type(encoding).__name__, next(encoding.parameters(), None)
+    if rates is not None and not encoding.learned:
+        raise ValueError(f"{kind} has parameters and no rotary_inits that start them, such as ('normal', 'zeros').")
+    found = encoding.entries(torch.device("cpu") if rates is None else rates.device)
+    wanted = (encoding.num_axes, encoding.layers, encoding.heads, encoding.num_blocks, encoding.num_entries)
+    if getattr(found, "shape", None) != wanted:
+        raise ValueError(
+            f"entries of {kind} returned {getattr(found, 'shape', found)}; needed is the shape {wanted} of axes, "
+            "layers, heads, blocks and entries of a block below its diagonal."
+        )
 
 
 def register_start(start: Chosen) -> Chosen:

@@ -1,5 +1,6 @@
 """What is known of an encoding before it has parameters: defaults and rules."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from .kinds import ANY, ENCODINGS, PLANES, STARTS, BlockSizes
@@ -27,6 +28,7 @@ class EncodingTraits:
             frequencies; `"blocks"`, by its parameters; or the reason why it cannot start at those of any RoPE.
         fields: Fields of the configuration for this encoding alone, with their defaults.
         in_basis: Whether rotations act in bases that fold into weights, see [`commuting_encodings.EncodingInBasis`].
+        check: What refuses a new encoding of a user.
         title: The name in `description`.
         learned: Whether it has parameters.
         planar: Whether it rotates planes of neighbouring channels.
@@ -47,6 +49,7 @@ class EncodingTraits:
     pretrained: ClassVar[str] = "blocks"
     fields: ClassVar[dict[str, Any]] = {}
     in_basis: ClassVar[bool] = False
+    check: ClassVar[Callable | None] = None
     title: ClassVar[str]
     learned: ClassVar[bool]
     planar: ClassVar[bool]

@@ -12,7 +12,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 import hf_liere
 from hf_liere import LieREViTConfig, LieREViTForImageClassification, RotaryPatchConfig
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.kinds import Convention
+from hf_liere.models.encoding.kinds import ENCODINGS, Convention
 from hf_liere.models.encoding.registration import import_file
 from training.common.arguments import RunArguments
 from training.common.command_line import parse_arguments
@@ -114,7 +114,11 @@ def test_what_nobody_else_could_import_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "imported, named",
-    [("import numpy as np", "import numpy as np"), ("from hf_liere import patch as p", "import patch as p")],
+    [
+        ("import numpy as np", "import numpy as np"),
+        ("from hf_liere import patch as p", "import patch as p"),
+        ("from __future__ import annotations", "import annotations"),
+    ],
 )
 def test_files_with_other_imports_are_refused(imported, named, tmp_path, monkeypatch):
     (tmp_path / "with_imports.py").write_text(
@@ -127,6 +131,42 @@ def test_files_with_other_imports_are_refused(imported, named, tmp_path, monkeyp
     hf_liere.register_coordinates("with_imports", Convention("indices", with_imports.place))
     with pytest.raises(ValueError, match=named + ".*accepted: imports of torch"):
         LieREViTConfig(coordinates="with_imports").save_pretrained(tmp_path / "saved")
+
+
+def test_a_patch_of_the_default_size_loads_without_the_package(tmp_path):
+    clip = CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)).eval()
+    patched = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters"))
+    assert patched.config.rotary_patch["block_size"] is None
+    with torch.no_grad():
+        torch.save(patched(torch.ones(1, 3, 16, 16)).last_hidden_state, tmp_path / "states.pt")
+    patched.save_pretrained(tmp_path / "saved")
+    code = """
+        import torch, transformers
+        model = transformers.AutoModel.from_pretrained("saved", trust_remote_code=True).eval()
+        with torch.no_grad():
+            print((model(torch.ones(1, 3, 16, 16)).last_hidden_state - torch.load("states.pt")).abs().max().item() < 1e-5)
+    """
+    assert run_code(code, tmp_path, package=False)[-1] == "True"
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            {"entries": lambda self, device: self.generators},
+            r"entries of Wrong returned .*needed is the shape \(2, 1, 2, 2, 6\)",
+        ),
+        ({"entries": lambda self, device: None}, "entries of Wrong returned None"),
+        ({"rotary_inits": ()}, "Wrong has parameters and no rotary_inits"),
+    ],
+)
+def test_wrong_classes_are_refused_when_a_model_is_built(wrong, message):
+    kind = hf_liere.register_encoding(type("Wrong", (own_rotations.TwoParameters,), {"name": "wrong", **wrong}))
+    try:
+        with pytest.raises(ValueError, match=message):
+            hf_liere.LieRotaryEmbedding(2, 8, 2, position_encoding=kind.name)
+    finally:
+        del ENCODINGS["wrong"]
 
 
 def test_commands_and_scripts_import_files_by_name(tmp_path, capsys):
@@ -153,6 +193,8 @@ def test_commands_and_scripts_import_files_by_name(tmp_path, capsys):
 def test_names_are_identifiers_and_belong_to_one_thing():
     with pytest.raises(ValueError, match="position_encoding='liere' is LieRE of hf_liere.*another name"):
         hf_liere.register_encoding(type("Other", (own_rotations.TwoParameters,), {"name": "liere"}))
+    with pytest.raises(ValueError, match="coordinates='index' is <lambda> of hf_liere.*another name"):
+        hf_liere.register_coordinates("index", Convention("indices", own_rotations.place_squares))
     with pytest.raises(ValueError, match="an identifier, not 'two parameters'"):
         hf_liere.register_coordinates("two parameters", Convention("indices", own_rotations.place_squares))
     with pytest.raises(Exception, match="rotary_init='tenth': it is for .*liere, two_parameters, not for comrope_ld"):
