@@ -227,6 +227,7 @@ def _plot(facts: Facts, results: list[Figure]) -> bytes:
     values = [100 * value for value, _, _ in estimates]
     bounds = [[100 * abs(one[end] - one[0]) for one in estimates] for end in (1, 2)]
     axes.errorbar(heights, values, yerr=bounds, fmt="o-", color="#0072B2", capsize=3, label="this checkpoint, measured")
+    axes.set_xticks(heights)
     if paper := sorted(facts.paper_figures, key=lambda one: one.image_size):
         values = [100 * one.numbers["accuracy"] for one in paper]
         label = f"the paper's model ({paper[0].where})"

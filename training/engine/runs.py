@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
@@ -163,7 +166,18 @@ def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) 
         warn_of_other_settings(checkpoint, resolved)
     write_record(args.output_dir, ENVIRONMENT_FILE, environment())
     if not args.do_train:
-        write_record(args.output_dir, WEIGHTS_FILE, {"sha256": weights_digest(trainer.model.state_dict())})
+        write_record(args.output_dir, WEIGHTS_FILE, {"sha256": _evaluated_digest(trainer.model.state_dict(), name)})
+
+
+def _evaluated_digest(weights: dict[str, torch.Tensor], checkpoint: str | None) -> str:
+    """The digest of the file of the checkpoint if it has these values, else of the weights themselves."""
+    file = Path(checkpoint or "") / SAFE_WEIGHTS_NAME
+    # Scripts evaluate weights in half precision in float32, which keeps their values.
+    stored = load_file(file) if checkpoint and file.is_file() else {}
+    same = stored.keys() == weights.keys() and all(
+        torch.equal(weights[name].cpu(), stored[name].to(weights[name].dtype)) for name in stored
+    )
+    return weights_digest(stored if same else weights)
 
 
 def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
