@@ -72,7 +72,10 @@ def relink(text: str, source: Path, page: Path) -> str:
 
     def moved(match: re.Match) -> str:
         target = Path(os.path.normpath(source.parent / match[2]))
-        return match[1] + Path(os.path.relpath(INCLUDED.get(target, target), page.parent)).as_posix()
+        found = INCLUDED.get(target, target)
+        # Cards of checkpoints are no pages: readers get the file.
+        scheme = "path:" if found.suffix == ".md" and not found.is_relative_to(DOCS) else ""
+        return match[1] + scheme + Path(os.path.relpath(found, page.parent)).as_posix()
 
     text = THEMED.sub(r'<img src="\2" class="only-light"\3>\n\n<img src="\1" class="only-dark"\3>', text)
     return LINK.sub(moved, text)

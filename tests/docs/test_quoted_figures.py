@@ -15,8 +15,15 @@ from pages import PAGES, name
 
 TRAINING = ROOT / "training"
 REPORT, SPEED = TRAINING / "results" / "report.md", ROOT / "docs" / "speed.md"
-# report.md is made from the results, as a test says; speed.md has what the benchmark printed, with its commands.
-RECORDS = (REPORT, SPEED, *(TRAINING / "data" / f"{task}.py" for task in ("arrows", "bodies", "pointers", "poses")))
+# report.md is made from the results, as a test says; speed.md has what the benchmark printed, with its commands; cards
+# of checkpoints are made from the records beside them.
+CHECKPOINTS = sorted((TRAINING / "checkpoints").glob("*/README.md"))
+RECORDS = (
+    REPORT,
+    SPEED,
+    *CHECKPOINTS,
+    *(TRAINING / "data" / f"{task}.py" for task in ("arrows", "bodies", "pointers", "poses")),
+)
 PAPERS = yaml.safe_load((TRAINING / "paper_results.yaml").read_text(encoding="utf-8"))
 EXPERIMENTS = yaml.safe_load((TRAINING / "paper_experiments.yaml").read_text(encoding="utf-8"))
 CARDS = sorted((ROOT / "model_cards").glob("*.yaml"))

@@ -10,6 +10,7 @@ import torch
 from checkout import ROOT
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import hf_liere
@@ -58,7 +59,7 @@ def test_it_is_small_whole_and_the_one_that_was_measured(folder):
     """Its code is the package's, and does not lie beside it."""
     card = ModelCard.load(folder / "README.md")
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert sum(files.values()) < 750_000 and not [name for name in files if name.endswith(".py")]
+    assert sum(files.values()) < 4_000_000 and not [name for name in files if name.endswith(".py")]
     assert "auto_map" not in json.loads((folder / "config.json").read_text())
     model = AutoModelForImageClassification.from_pretrained(folder)
     assert isinstance(model, hf_liere.LieREViTForImageClassification)
@@ -90,21 +91,30 @@ def test_its_accuracy_on_new_puzzles(card, size, images):
     assert accuracy(Arrows("test", images, size)) == pytest.approx(stated, abs=3 * error)
 
 
-@pytest.mark.parametrize("name", ["cifar100_absolute", "cifar100_liere8"])
-def test_the_accuracy_on_cifar100_is_that_of_the_card(name):
-    """On the first images of the evaluation: within three standard errors."""
+def test_the_accuracy_on_cifar100_is_that_of_the_card():
+    """On all images of the evaluation. Kernels that round otherwise may decide an even image or two."""
     if not CIFAR100.is_file():
         pytest.skip(f"{CIFAR100} does not exist")
-    rows = datasets.Dataset.from_parquet(str(CIFAR100)).select(range(1000))
-    model = AutoModelForImageClassification.from_pretrained(CHECKPOINTS / name).eval()
-    pixels = AutoImageProcessor.from_pretrained(CHECKPOINTS / name)(
-        list(rows["image"]), return_tensors="pt"
-    ).pixel_values
-    with torch.no_grad():
-        right = model(pixels).logits.argmax(1) == torch.tensor(rows["label"])
-    assert model.config.id2label[0] == rows.features["label"].names[0] == "apple"
-    stated = json.loads((CHECKPOINTS / name / "eval_results.json").read_text())["eval_accuracy"]
-    assert right.double().mean() == pytest.approx(stated, abs=3 * math.sqrt(stated * (1 - stated) / 1000))
+    folder = CHECKPOINTS / "cifar100_liere8"
+    rows = datasets.Dataset.from_parquet(str(CIFAR100))
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
+    processor = AutoImageProcessor.from_pretrained(folder)
+    # The generators are not rounded, and models load in the type that their configuration names.
+    saved = load_file(folder / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float16, torch.float32} and model.dtype == torch.float32
+    assert saved["liere.rotary_encoding.generators"].dtype == torch.float32
+    assert [model.config.id2label[number] for number in range(100)] == rows.features["label"].names
+    found = torch.zeros(2, dtype=torch.int64)
+    for batch in rows.iter(250):
+        with torch.no_grad():
+            answers = model(**processor(batch["image"], return_tensors="pt")).logits.topk(5).indices
+        right = answers == torch.tensor(batch["label"])[:, None]
+        found += torch.stack([right[:, 0].sum(), right.sum()])
+    card = ModelCard.load(folder / "README.md")
+    for name, count in zip(("top-1 accuracy at 32 × 32 px", "top-5 accuracy at 32 × 32 px"), found.tolist()):
+        (stated,) = (each for each in card.data.eval_results if each.metric_name == name)
+        assert stated.metric_args["samples"] == len(rows) == 10_000
+        assert count / len(rows) == pytest.approx(stated.metric_value, abs=2 / len(rows))
 
 
 def test_the_code_of_its_card_runs(card, tmp_path, monkeypatch, capsys):
