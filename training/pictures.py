@@ -7,6 +7,7 @@ It writes to training/figures, or `--output_dir`:
 - rotations_*.svg: the effect of four encodings on a query and on attention logits, computed by [`LieRotaryEmbedding`]
 - products_*.svg: which moves of all tokens the attention logits of two encodings see, computed likewise
 - orientations_*.svg: attention logits of four encodings of orientations while the world turns, computed by it too
+- poses_*.svg: accuracy of five models in orientations that they were not trained in, from training/results
 - resolutions_*.svg: accuracy against image size, from training/results
 - costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
 - diffusion_*.svg: losses of a small diffusion transformer at a larger size than in training, from training/results
@@ -22,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import yaml
 from matplotlib.patches import Circle
 
 from hf_liere import LieRotaryEmbedding, matrix_to_rotation_vector, rotation_vector_to_matrix
@@ -36,6 +38,7 @@ from training.reporting.result_table import AS_TRAINED, Cell, arrange
 
 FIGURES = Path(__file__).with_name("figures")
 RESULTS = Path(__file__).with_name("results")
+SWEEPS = Path(__file__).with_name("sweeps")
 SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
 # Rows of the benchmark with their names in pictures; a share in percent with its interval, or only an interval.
 COSTS = {"rope_mixed": "RoPE-Mixed", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8"}
@@ -70,6 +73,14 @@ TURNED = {
 # Rotation vectors of the keys as the query sees them, in radians, by name; the axis and the angles of the world's turn.
 SEEN = {"turned by 29°": (0.0, 0.0, 0.5), "by 69°": (0.0, 1.2, 0.0), "by 115°": (2.0, 0.0, 0.0)}
 WORLD_AXIS, WORLD_ANGLES = (1 / 3, 2 / 3, 2 / 3), torch.linspace(0, 2 * torch.pi, 240, dtype=torch.float64)
+# Rows of the sweep `poses` by their names in the picture, those that start at the rotations of space first.
+ORIENTED = {
+    "LieRE from so(3), frozen": "LieRE3, rotary_init so3, rotary_learning_rate_factor 0",
+    "LieRE from so(3), learned": "LieRE3, rotary_init so3",
+    "no rotations, orientations as features": "no positions, feature_columns features + matrices, num_hidden_layers 2",
+    "Axial RoPE": "Axial RoPE",
+    "LieRE8 from its usual start": "LieRE8",
+}
 WALKS = {
     "along a row": ((0, 1), {"color": COLOURS[0], "linestyle": "-", "linewidth": 3.6, "marker": "o"}),
     "along a column": ((1, 0), {"color": COLOURS[1], "linestyle": "--", "linewidth": 2.2, "marker": "s"}),
@@ -237,6 +248,31 @@ def draw_orientations() -> dict[str, str]:
     return draw(paint, 9.0, 3.4)
 
 
+def poses() -> dict[str, Cell]:
+    """Cells of the models by their names in the picture, evaluated in all orientations."""
+    table = arrange(read_results(RESULTS / "poses" / "poses.jsonl"))
+    return {title: table[row]["evaluation_angle 180"] for title, row in ORIENTED.items()}
+
+
+def draw_poses() -> dict[str, str]:
+    bars = {title: 100 * cell.mean for title, cell in poses().items()}
+    bars["the most frequent answer"] = 100 * yaml.safe_load((SWEEPS / "poses.yaml").read_text())["chance"]
+
+    def paint(figure, theme: dict) -> None:
+        axis = figure.subplots()
+        for place, (title, right) in enumerate(bars.items()):
+            color = COLOURS[0] if "so(3)" in title else theme["line"]
+            axis.barh(place, right, height=0.4, facecolor=color if title in ORIENTED else "none", edgecolor=color)
+            # Names above the bars leave the width of a phone to the bars.
+            axis.text(0, place - 0.27, title, va="bottom", fontsize=11)
+            axis.text(right + 1, place, f"{right:.1f}%", va="center", fontsize=11)
+        axis.set(xlim=(0, 115), ylim=(len(bars) - 0.7, -0.8), xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+        axis.set_title("Right answers in all orientations,\ntrained within 30° of one", fontsize=12, loc="left")
+
+    return draw(paint, 4.6, 4.0)
+
+
 def resolutions() -> dict[str, dict[int, Cell]]:
     """Cells of the models by the size of the images, in px."""
     results = read_results(RESULTS / "cifar10" / "resolutions.jsonl")
@@ -349,6 +385,7 @@ def main(arguments: list[str] | None = None) -> list[Path]:
         "rotations": draw_rotations(),
         "products": draw_products(),
         "orientations": draw_orientations(),
+        "poses": draw_poses(),
         "resolutions": draw_resolutions(),
         "costs": draw_costs(),
         "diffusion": draw_diffusion(),

@@ -47,7 +47,7 @@ def version(svg: str) -> str:
     "name",
     [
         f"{name}_{theme}.svg"
-        for name in ("rotations", "products", "orientations", "resolutions", "costs", "diffusion")
+        for name in ("rotations", "products", "orientations", "poses", "resolutions", "costs", "diffusion")
         for theme in THEMES
     ],
 )
@@ -117,6 +117,13 @@ def test_accuracies_are_those_of_the_report():
         line = next(line for line in report.splitlines() if line.startswith(f"| {row} |"))
         assert list(cells) == [16, 32, 48, 64]
         assert line.endswith(" | ".join(str(cell) for cell in cells.values()) + " |")
+
+
+def test_poses_are_those_of_the_report():
+    report = (ROOT / "training/results/report.md").read_text().split("## poses: poses")[1].split("\n## ")[0]
+    for title, cell in pictures.poses().items():
+        line = next(line for line in report.splitlines() if line.startswith(f"| {pictures.ORIENTED[title]} |"))
+        assert line.endswith(f" | {cell} |")
 
 
 def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
