@@ -29,21 +29,23 @@ from training.reporting.sections import section, title_of
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
 REPORT = "report.md"
 HOW_TO_READ = """
-This page lists the results of sweeps. The bold paragraph of a section says what its tests resolve, or what its table
-shows if nothing was tested. Accuracies are means over seeds, in percent, with the single seeds below them. Pictures
-show single seeds as small circles.
+This page lists the results of sweeps. The bold paragraph of a section says which differences are significant, or what
+its table shows if nothing was tested. Accuracies are means over seeds, in percent, with the single seeds below them.
+Pictures show single seeds as small circles.
 
 **With fewer than five seeds** there are neither intervals nor tests.
 
 **From five seeds on**, intervals are 95% and resample seeds, then draws of an offset if there are five, then examples.
 They estimate the effect of other seeds and other examples. Tests are t-tests that contain the variances of all three
-(Welch's degrees of freedom). The file of a sweep names the comparisons that are tested. "Holm" is p corrected for the
-number of distinct tests of the sweep. Baselines at chance are left out.
+(Welch's degrees of freedom). Where models of one seed start with equal outputs and see the same batches, the file of
+the sweep says `paired`, and seeds are compared in pairs. It also names the comparisons that are tested. "Holm" is p
+corrected for the number of distinct tests of the sweep. A difference is significant if Holm's p is below 5%. Baselines
+at chance are left out.
 
-**For some tasks the report counts the runs that solve them.** The files of their sweeps name the accuracy from which
-a run counts; runs may end anywhere below it. The report lists the share of seeds that reach it with the interval of
-Clopper and Pearson. From 20 seeds on, it adds Fisher's test of this share and the log-rank test of the examples until
-then. These compare how fast models learn.
+**For some tasks the report also counts the runs that reach an accuracy**, which the files of their sweeps name. Runs
+may end anywhere below it. Evaluated as in training, the shares of seeds, with the intervals of Clopper and Pearson, and
+the examples until then say how fast models learn with the given examples, not what they could learn. These tasks are
+tested from 20 seeds on: accuracies as above, shares by Fisher's test, and examples by the log-rank test.
 
 **If all n examples are right**, an interval has no width. By the rule of three, 3/n of others could be wrong.
 """.strip()

@@ -44,7 +44,7 @@ def test_with_seeds_alone_tests_are_welchs():
     assert test.p_value == pytest.approx(expected.pvalue)
     assert (test.difference.low, test.difference.high) == pytest.approx(expected.confidence_interval())
     # The same models evaluated twice are paired.
-    paired = compare(*(Outcomes(some[:5, None, None]) for some in (first, second)), same_models=True)
+    paired = compare(*(Outcomes(some[:5, None, None]) for some in (first, second)), paired_seeds=True)
     assert paired.p_value == pytest.approx(stats.ttest_rel(second[:5], first).pvalue)
     same = Outcomes(np.full((5, 1, 3), 0.5))
     assert compare(same, same).p_value == 1.0
@@ -262,11 +262,16 @@ def test_stored_results_that_are_read_are_written_as_they_were(results, tmp_path
 
 
 def test_epochs_to_the_baseline_are_those_of_figure_9(results, tmp_path):
+    """Of runs with enough evaluations to tell."""
     _, lines = results
-    path = tmp_path / "encodings.jsonl"
-    path.write_text("".join(json.dumps({**entry, "sweep": "encodings"}) + "\n" for entry in lines[::2]))
-    text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
-    assert "| LieRE8 | 1 | 3.0× |" in text and "| Absolute | 3 | 1.0× |" in text
+    entries = lines[::2]
+    for entry, reached in zip(entries, (20, 20, 5, 5)):
+        entry["history"] = [[float(epoch), 0.6 if epoch >= reached else 0.1] for epoch in range(1, 21)]
+    text = reported(tmp_path, "encodings", entries)
+    assert "| LieRE8 | 5 | 4.0× |" in text and "| Absolute | 20 | 1.0× |" in text
+    for entry in entries:
+        entry["history"] = entry["history"][1:]
+    assert "Epochs until" not in reported(tmp_path, "encodings", entries)
 
 
 def reported(tmp_path, sweep, entries):
@@ -357,32 +362,39 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
 
     found = comparisons.make_comparisons(sweep, table(20))
     p_values = {each.kind: each.test.p_value for each in found.made}
-    assert set(p_values) == {"share", "examples", "equal"} and found.distinct == 3
+    assert set(p_values) == {"mean", "share", "examples", "equal"} and found.distinct == 4
+    # Accuracies are 2/3 with every second seed of one model, on the same 200 examples, and else 1.
+    right = np.ones((20, 300))
+    right[::2, 200:] = 0
+    parts = [np.var(right.mean(axis=1), ddof=1) / 20, np.var(right.mean(axis=0), ddof=1) / 300]
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 19 + parts[1] ** 2 / 299)
+    assert p_values["mean"] == pytest.approx(2 * stats.t.sf((1 / 6) / math.sqrt(sum(parts)), freedom))
     assert p_values["share"] == pytest.approx(stats.fisher_exact([[10, 10], [20, 0]]).pvalue)
     censored = stats.CensoredData([1000] * 10, right=[1000] * 10)
     assert p_values["examples"] == pytest.approx(stats.logrank(censored, [500] * 20).pvalue)
     said, text = comparisons.solved_table(table(20), 0.9)
-    assert said == "Seeds that reach 90%, and the median of the training examples until then."
+    assert said.startswith(
+        "Seeds that reach 90%, and the median of the training examples until then. As trained, both "
+    )
     assert (
         "| LieRE8 | 20 of 20 (83% – 100%) | 500 |" in text
         and "| Axial RoPE | 10 of 20 (27% – 73%) | not reached |" in text
     )
     said = conclusions.conclude(found, table(20))
     assert said.startswith(
-        "Solved by more seeds than with Axial RoPE (10 of 20): LieRE8 20 of 20. Equality with Axial "
+        "Against Axial RoPE, better: LieRE8 +16.7 points. 90% reached by more seeds than with Axial RoPE (10 of 20): "
+        "LieRE8 20 of 20. Equality with Axial "
     )
     # What follows from the share is not said again.
-    assert "Examples until solved" not in said
+    assert "Examples until" not in said
     _, text = comparisons.tests_table(found, table(20))
     assert "| +50% of the seeds, p = 0.0" in text and "| 500 against not reached, p " in text
     few = comparisons.make_comparisons(sweep, table(5))
     said = conclusions.conclude(few, table(5))
-    assert few.made == [] and said.startswith(
-        "Not tested: 5 seeds, and a test needs 20. Solved (90% or more) by every "
-    )
+    assert few.made == [] and said.startswith("Not tested: 5 seeds, and a test needs 20. 90% reached by every ")
     assert "every seed: LieRE8; by some seeds: Axial RoPE 2 of 5." in said
     unnamed = conclusions.conclude(comparisons.make_comparisons({"solved_at": 0.9}, table(20)), table(20))
-    assert unnamed.startswith("Not tested: the file of the sweep names no comparison. Solved (90% or more) by every")
+    assert unnamed.startswith("Not tested: the file of the sweep names no comparison. 90% reached by every")
 
 
 def test_margins_of_one_pair_are_separate_tests():
@@ -394,7 +406,7 @@ def test_margins_of_one_pair_are_separate_tests():
     found = comparisons.make_comparisons({"compare": entries}, table)
     # The test of the difference is the same in both.
     assert [(one.kind, one.margin) for one in found.made] == [("mean", None), ("equal", 0.001), ("equal", 0.1)]
-    assert found.distinct == 3 and found.resolved == 1
+    assert found.distinct == 3 and found.significant == 1
     pair = [table[row]["as trained"].outcomes for row in ("Absolute", "LieRE8")]
     for margin, one in zip(margins, found.made[1:]):
         assert one.test.p_value == compare(*pair, margin).p_value
@@ -411,16 +423,16 @@ def test_many_rows_that_no_test_tells_apart_are_counted():
     settings = [{"position_encoding": name} for name in ("absolute", "liere", "rope_mixed", "comrope_ap", "comrope_ld")]
     sweep = {"compare": [{"against": {"position_encoding": "absolute"}}]}
     for shares, said in (
-        ((0.5, 0.9, 0.5, 0.5, 0.5), " points. Resolved: 1 of 4 tests."),
-        ((0.5, 0.5, 0.5, 0.5, 0.5), "No difference is resolved (tests: 4). Highest mean accuracy: "),
-        ((0.5, 0.9, 0.9, 0.9, 0.5), " points. Not resolved: ComRoPE-LD against Absolute."),
+        ((0.5, 0.9, 0.5, 0.5, 0.5), " points. Significant: 1 of 4 tests."),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), "No difference is significant (tests: 4). Highest mean accuracy: "),
+        ((0.5, 0.9, 0.9, 0.9, 0.5), " points. Not significant: ComRoPE-LD against Absolute."),
     ):
         table = cells_of("encodings", settings, shares, 5)
         assert said in conclusions.conclude(comparisons.make_comparisons(sweep, table), table)
 
 
 def test_tests_of_one_pair_with_different_results_are_told_apart():
-    """Resolved as trained, open under another condition."""
+    """Significant as trained, open under another condition."""
     settings = [{"position_encoding": name} for name in ("absolute", "liere")]
     table = cells_of("encodings", settings, (0.5, 0.9), 5)
     smaller = cells_of("encodings", settings, (0.5, 0.5), 5)
@@ -428,7 +440,7 @@ def test_tests_of_one_pair_with_different_results_are_told_apart():
     sweep = {"compare": [{"against": {"position_encoding": "absolute"}, "within": 0.001}]}
     said = conclusions.conclude(comparisons.make_comparisons(sweep, table), table)
     assert said.startswith("Against Absolute, better: LieRE8 +")
-    assert said.endswith(" Not resolved: LieRE8 against Absolute (image_size 16).")
+    assert said.endswith(" Not significant: LieRE8 against Absolute (image_size 16).")
     for where in ("", ", image_size 16"):
         assert f"Equality with Absolute within ±0.1 points{where} is not shown for any row." in said
 
@@ -501,9 +513,12 @@ def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
     p_values = {each.row: (each.test.p_value, each.p_value) for each in found.made if each.kind == "examples"}
     (alone, corrected), (equal, _) = p_values["RoPE-Mixed"], p_values["LieRE8"]
     said = conclusions.conclude(found, table)
-    assert said == "Examples until solved, against Axial RoPE (1,000), sooner: RoPE-Mixed 500. Resolved: 1 of 3 tests."
-    # Shares are equal for both.
-    assert found.distinct == 3 and alone < 1e-6 < 1 == equal and corrected == pytest.approx(3 * alone)
+    assert said == (
+        "Against Axial RoPE, same answers: RoPE-Mixed, LieRE8. Examples until 90%, against Axial RoPE (1,000), sooner: "
+        "RoPE-Mixed 500. Significant: 1 of 4 tests."
+    )
+    # Accuracies and shares are equal for both.
+    assert found.distinct == 4 and alone < 1e-6 < 1 == equal and corrected == pytest.approx(4 * alone)
 
 
 def test_losses_of_documents_are_compared_by_their_tokens(tmp_path):
@@ -535,8 +550,8 @@ def test_losses_of_documents_are_compared_by_their_tokens(tmp_path):
     )
     found = comparisons.make_comparisons({"compare": [{"against": {"position_encoding": "none"}}]}, table)
     assert ", better: RoPE-Mixed −" in conclusions.conclude(found, table)
-    # Documents differ by 1.4 and models by 0.02, which only pairs resolve.
-    assert found.made[0].resolved and found.made[0].test.difference.mean == pytest.approx(-0.02, abs=0.005)
+    # Documents differ by 1.4 and models by 0.02, which only pairs show.
+    assert found.made[0].significant and found.made[0].test.difference.mean == pytest.approx(-0.02, abs=0.005)
 
 
 def test_the_highest_accuracy_of_all_epochs_is_that_of_figure_4(results, tmp_path):
@@ -547,7 +562,9 @@ def test_the_highest_accuracy_of_all_epochs_is_that_of_figure_4(results, tmp_pat
     text = reported(tmp_path, "data_fraction", entries)
     assert (
         "| Absolute | 80.0<br>90.0, 70.0 | 50.0<br>60.0, 40.0 |"
-        in text.split("Best epoch, mean over seeds: highest for Absolute (80.0%).")[1]
+        in text.split(
+            "highest for Absolute (80.0%). From the best to the last epoch, a seed loses at most 30.0 points."
+        )[1]
     )
     assert "Best epoch" not in reported(tmp_path, "block_size", entries)
 
@@ -567,7 +584,10 @@ def test_losses_stand_beside_those_of_table_9(results, tmp_path):
 def test_precisions_and_iterations_of_detectors(results, tmp_path):
     """As ComRoPE's Table 2 and Figure 4: against the epoch in which Absolute is best, which need not be its last."""
     _, lines = results
-    curves = {"absolute": (0.1, 0.3, 0.5, 0.4), "comrope_ld": (0.2, 0.4, 0.5, 0.6)}
+    curves = {
+        "absolute": (*[0.1] * 16, 0.1, 0.3, 0.5, 0.4),
+        "comrope_ld": (*[0.1] * 16, 0.2, 0.4, 0.5, 0.6),
+    }
     entries = []
     for encoding, curve in curves.items():
         metrics = {"eval_samples": 9, "eval_map": curve[-1], "eval_map_50": 0.75, "eval_map_large": 0.625}
@@ -578,9 +598,9 @@ def test_precisions_and_iterations_of_detectors(results, tmp_path):
     assert "|  | AP | paper | AP50 | paper | APl | paper |" in text
     assert "| ComRoPE-LD | 60.0 | 44.7 | 75.0 | 67.6 | 62.5 | 60.0 |" in text
     reached = text.split("Epochs until the highest mAP of Absolute")[1]
-    assert "| Absolute | 3 | 0% |" in reached and "| ComRoPE-LD | 3 | 0% |" in reached
-    entries[1]["history"][1][1] = 0.5
-    assert "| ComRoPE-LD | 2 | 33% |" in reported(tmp_path, "detection", entries)
+    assert "| Absolute | 19 | 0% |" in reached and "| ComRoPE-LD | 19 | 0% |" in reached
+    entries[1]["history"][12][1] = 0.5
+    assert "| ComRoPE-LD | 13 | 32% |" in reported(tmp_path, "detection", entries)
 
 
 def test_a_model_measured_with_other_settings_is_not_called_measured(results, tmp_path):
@@ -673,7 +693,7 @@ def test_draws_of_an_offset_are_random_and_told(results):
     draws = [np.mean([entry["metrics"]["eval_accuracy"] for entry in entries[start:15:3]]) for start in range(3)]
     assert str(cell).endswith(f"<br>draws {100 * min(draws):.1f} – {100 * max(draws):.1f}")
     found = comparisons.make_comparisons({"compare": [{"against": {"position_encoding": "absolute"}}]}, table)
-    assert found.made[0].resolved
+    assert found.made[0].significant
 
 
 def test_conditions_are_compared_unless_they_are_one_evaluation():
@@ -689,11 +709,63 @@ def test_conditions_are_compared_unless_they_are_one_evaluation():
     table = result_table.arrange(entries)
     sweep = {"compare": [{"against_condition": {"coordinates": "train_grid"}}]}
     found = comparisons.make_comparisons(sweep, table)
-    assert (found.named, found.distinct, found.resolved) == (1, 1, 1)
+    assert (found.named, found.distinct, found.significant) == (1, 1, 1)
     said = conclusions.conclude(found, table)
     assert said.startswith(
         "With coordinates fixed_grid instead of coordinates train_grid (image_size 64), better: LieRE8 +"
     )
+
+
+def test_rows_under_a_condition_are_compared_with_a_row_under_another():
+    """Absolute positions have no coordinates: in `fixed_grid` others are beside its only evaluation of that size."""
+    generator, entries = np.random.default_rng(0), []
+    for seed in range(5):
+        for size, accuracy in (({"image_size": 32}, 0.5), ({"image_size": 64}, 0.3)):
+            entries.append(line("absolute", seed, generator.random(200) < accuracy, size))
+            for given, own in (({}, accuracy), ({"coordinates": "fixed_grid"}, 0.8)):
+                entries.append(line("liere", seed, generator.random(200) < own, given | size))
+    table = result_table.arrange(entries)
+    entry = {
+        "against": {"position_encoding": "absolute"},
+        "against_condition": {"coordinates": None},
+        "under": [{"coordinates": "fixed_grid", "image_size": 64}],
+    }
+    found = comparisons.make_comparisons({"compare": [entry]}, table)
+    (one,) = found.made
+    base, other = table["Absolute"]["image_size 64"], table["LieRE8"]["coordinates fixed_grid, image_size 64"]
+    assert one.test == compare(base.outcomes, other.outcomes)
+    gained = f"{100 * (other.mean - base.mean):+.1f}"
+    said = f"Against Absolute, coordinates fixed_grid, image_size 64, better: LieRE8 {gained} points."
+    assert conclusions.conclude(found, table) == said
+    everywhere = {name: value for name, value in entry.items() if name != "under"}
+    assert comparisons.make_comparisons({"compare": [everywhere]}, table).named == 2
+
+
+def test_models_that_start_equally_are_compared_seed_by_seed():
+    """Seeds differ by more than models: pairs tell the models apart, as scipy's test of pairs does."""
+    generator = np.random.default_rng(0)
+    effects, examples = generator.normal(0.5, 0.1, 6), np.arange(300) / 300
+    settings, gains = ("none", "liere"), (0.0, 0.04)
+    entries = [
+        line(name, seed, examples < effect + gain + generator.normal(0, 0.01))
+        for name, gain in zip(settings, gains)
+        for seed, effect in enumerate(effects)
+    ]
+    for entry in entries:
+        # Without single examples, seeds alone vary.
+        entry["correct"] = None
+    sweep = {"compare": [{"against": {"position_encoding": "none"}}]}
+    made = [
+        comparisons.make_comparisons(given, result_table.arrange(entries)).made
+        for given in (sweep, sweep | {"paired": True})
+    ]
+    means = np.array([entry["metrics"]["eval_accuracy"] for entry in entries]).reshape(2, 6)
+    assert made[0][0].test.p_value == pytest.approx(stats.ttest_ind(*means, equal_var=False).pvalue)
+    assert made[1][0].test.p_value == pytest.approx(stats.ttest_rel(*means).pvalue)
+    assert made[1][0].significant and not made[0][0].significant
+    # Another seed has no partner.
+    entries[-1]["settings"]["seed"] = 9
+    assert comparisons.make_comparisons(sweep | {"paired": True}, result_table.arrange(entries)).made == []
 
 
 def test_examples_are_paired_with_the_evaluation_without_an_offset():
@@ -701,11 +773,11 @@ def test_examples_are_paired_with_the_evaluation_without_an_offset():
     generator = np.random.default_rng(0)
     right = generator.random((5, 1, 300)) < 0.7
     first, moved = Outcomes(right), np.repeat(right, 5, axis=1)
-    test = compare(first, Outcomes(moved), same_models=True)
+    test = compare(first, Outcomes(moved), paired_seeds=True)
     assert (test.difference.low, test.difference.high, test.p_value) == (0, 0, 1)
     moved[:, :, :30] = False
     lost = right[:, 0, :30].sum(axis=1) / 300
-    test = compare(first, Outcomes(moved), same_models=True)
+    test = compare(first, Outcomes(moved), paired_seeds=True)
     examples = (moved[:, 0].mean(axis=0) - right[:, 0].mean(axis=0)).var(ddof=1) / 300
     error = math.sqrt(lost.var(ddof=1) / 5 + examples)
     assert test.difference.mean == pytest.approx(-lost.mean())
@@ -788,8 +860,8 @@ def test_every_comparison_of_a_sweep_has_its_rows():
                     for condition in sweeps.Run(sweep, settings, [], ROOT).conditions
                 ]
                 table, entry = result_table.arrange(cells), sweep["compare"][number]
-                make = comparisons.condition_pairs if "against_condition" in entry else comparisons.row_pairs
-                found += [one for one in make(entry, table) if all(column in table[row] for row, column in one)]
+                pairs = comparisons.find_pairs(entry, table)
+                found += [one for one in pairs if all(column in table[row] for row, column in one)]
             assert found, (path.stem, entry)
 
 

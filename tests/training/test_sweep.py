@@ -412,6 +412,10 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
             "'metric': 'loss'} with solved_at, which is an accuracy of rows; accepted: against without ",
         ),
         (
+            {"script": "image_classification", "recipe": "y", "train": [], "paired": "seeds"},
+            "paired 'seeds'; accepted: true, false",
+        ),
+        (
             {"script": "image_classification", "recipe": "y", "after": "x", "train": [[{"seed": 0}]]},
             "train {'seed': 0} after x; accepted: rows with the model_name_or_path",
         ),

@@ -47,7 +47,8 @@ class Comparison:
     A test of a row against another one.
 
     Attributes:
-        kind: "mean", "equal" (within a margin), "share" (of the seeds that solve the task) or "examples" (until then).
+        kind: "mean", "equal" (within a margin), "share" (of the seeds that reach the sweep's accuracy) or "examples"
+            (until then).
         metric: compared instead of the table's, if any.
         margin: of a test of equality.
         p_value: corrected for the number of distinct tests of the sweep.
@@ -77,7 +78,7 @@ class Comparison:
         return Cell(next(iter(table[self.row].values())).results, self.metric)
 
     @property
-    def resolved(self) -> bool:
+    def significant(self) -> bool:
         return self.p_value < LEVEL
 
     @property
@@ -92,15 +93,15 @@ class Comparisons:
     Attributes:
         named: the number of pairs of rows under a condition that the sweep names.
         distinct: the number of different tests among those that were made.
-        resolved: the number of these that are significant.
+        significant: the number of these below 5% after the correction.
         at_chance: rows at chance under the first condition. Baselines at chance are left out.
-        solved_at: the accuracy from which a task counts as solved, if its outcomes have two modes.
+        solved_at: the accuracy that runs are counted by, beside the comparison of means, if the sweep names one.
     """
 
     made: list[Comparison] = field(default_factory=list)
     named: int = 0
     distinct: int = 0
-    resolved: int = 0
+    significant: int = 0
     at_chance: list[str] = field(default_factory=list)
     solved_at: float | None = None
 
@@ -124,25 +125,26 @@ def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
     found.at_chance = [row for row, cells in table.items() if is_at_chance(cells.get(columns[0]), chance)]
     tests: dict[tuple, tuple[Any, Test]] = {}
     for entry in sweep.get("compare", []):
-        by_condition = "against_condition" in entry
+        same_models = "against" not in entry
         metric = f"eval_{entry['metric']}" if "metric" in entry else None
-        for (row, column), (base_row, base_column) in (condition_pairs if by_condition else row_pairs)(entry, table):
+        for (row, column), (base_row, base_column) in find_pairs(entry, table):
             base, other = table[base_row].get(base_column), table[row].get(column)
             if base is None or other is None or is_at_chance(base, chance):
                 continue
-            if by_condition and np.array_equal(base.outcomes.values, other.outcomes.values):
+            if same_models and np.array_equal(base.outcomes.values, other.outcomes.values):
                 # One evaluation under two names.
                 continue
             found.named += 1
             base, other = (Cell(cell.results, metric) for cell in (base, other))
-            against = base_column if by_condition else base_row
-            for kind, margin, test in _tests(base, other, found, entry.get("within"), by_condition):
+            against = base_column if same_models else base_row
+            paired_seeds = same_models or sweep.get("paired", False)
+            for kind, margin, test in _tests(base, other, found, entry.get("within"), paired_seeds):
                 compared = frozenset(_compared(cell, kind, found.solved_at) for cell in (base, other))
                 tests[kind, row, against, column, metric, margin] = (kind, metric, margin, compared), test
     # What several pairs share, such as a condition under two names, counts once.
     p_values = {identity: test.p_value for identity, test in tests.values()}
     corrected = dict(zip(p_values, holm(list(p_values.values()))))
-    found.distinct, found.resolved = len(p_values), sum(p_value < LEVEL for p_value in corrected.values())
+    found.distinct, found.significant = len(p_values), sum(p_value < LEVEL for p_value in corrected.values())
     found.made = [Comparison(*where, test, corrected[identity]) for where, (identity, test) in tests.items()]
     return found
 
@@ -151,32 +153,44 @@ def columns_of(table: Table) -> list[str]:
     return list(dict.fromkeys(column for cells in table.values() for column in cells))
 
 
+def find_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Place]]:
+    """What an entry of `compare` names, each beside what it is compared with."""
+    return row_pairs(entry, table) if "against" in entry else condition_pairs(entry, table)
+
+
 def row_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Place]]:
     """
     Every row beside the row that has the settings `against` and otherwise the same, but for those `beside` them and, if
-    encodings are compared, all that belong to an encoding; under every condition, or those of `under`.
+    encodings are compared, all that belong to an encoding; under every condition, or those of `under`. The other row is
+    under the same condition, or under the one that differs only in having `against_condition`.
     """
     given = {row: next(iter(cells.values())).results[0]["settings"] for row, cells in table.items()}
     ignored = {*SEEDS, *NEVER_COMPARED, *entry.get("beside", ())}
     if "position_encoding" in entry["against"]:
         ignored |= {*OF_ENCODING}
     under = [condition(one) for one in entry["under"]] if "under" in entry else columns_of(table)
+    of_base = _base_conditions(entry, table) if "against_condition" in entry else dict(zip(under, under))
     pairs = pair({row: _with_coordinates(settings) for row, settings in given.items()}, entry["against"], ignored)
     for row, base in pairs.items():
         if is_one_of(given[row], entry):
-            yield from (((row, column), (base, column)) for column in under)
+            yield from (((row, column), (base, of_base[column])) for column in under if column in of_base)
 
 
 def condition_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Place]]:
     """The same models under every condition beside the one that differs only in having `against_condition`."""
-    given = {column: cell.results[0]["condition"] for cells in table.values() for column, cell in cells.items()}
-    against = entry["against_condition"]
-    pairs = pair(
-        {column: dict.fromkeys(against) | conditions for column, conditions in given.items()}, against, {*SEEDS}
-    )
+    pairs = _base_conditions(entry, table)
     for row, cells in table.items():
         if is_one_of(next(iter(cells.values())).results[0]["settings"], entry):
             yield from (((row, column), (row, base)) for column, base in pairs.items())
+
+
+def _base_conditions(entry: dict[str, Any], table: Table) -> dict[str, str]:
+    """For conditions the one that differs only in having `against_condition`."""
+    given = {column: cell.results[0]["condition"] for cells in table.values() for column, cell in cells.items()}
+    against = entry["against_condition"]
+    return pair(
+        {column: dict.fromkeys(against) | conditions for column, conditions in given.items()}, against, {*SEEDS}
+    )
 
 
 def pair(given: dict[str, dict[str, Any]], against: dict[str, Any], ignored: set[str]) -> dict[str, str]:
@@ -206,20 +220,20 @@ def _with_coordinates(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tests(
-    base: Cell, other: Cell, found: Comparisons, margin: float | None, same_models: bool
+    base: Cell, other: Cell, found: Comparisons, margin: float | None, paired_seeds: bool
 ) -> Iterable[tuple[str, float | None, Test]]:
-    """The tests of a pair with their kinds and margins; none with too few seeds."""
-    if min(len(cell.by_seed()) for cell in (base, other)) < found.fewest_seeds:
+    """The tests of a pair with their kinds and margins; none with too few seeds, or with others if these are paired."""
+    seeds = [list(cell.by_seed()) for cell in (base, other)]
+    if min(map(len, seeds)) < found.fewest_seeds or (paired_seeds and seeds[0] != seeds[1]):
         return
-    if found.solved_at is None:
-        yield "mean", None, compare(base.outcomes, other.outcomes, None, same_models)
-    else:
+    yield "mean", None, compare(base.outcomes, other.outcomes, None, paired_seeds)
+    if found.solved_at is not None:
         yield "share", None, compare_shares(*(solved(cell, found.solved_at) for cell in (base, other)))
         durations = [examples_until(cell, found.solved_at) for cell in (base, other)]
         if all(durations) and not base.results[0]["condition"]:
             yield "examples", None, compare_durations(*durations)
     if margin is not None:
-        yield "equal", margin, compare(base.outcomes, other.outcomes, margin, same_models)
+        yield "equal", margin, compare(base.outcomes, other.outcomes, margin, paired_seeds)
 
 
 def _compared(cell: Cell, kind: str, goal: float | None) -> Hashable:
@@ -230,7 +244,7 @@ def _compared(cell: Cell, kind: str, goal: float | None) -> Hashable:
 
 
 def solved(cell: Cell, goal: float) -> list[bool]:
-    """Whether each seed solves the task."""
+    """Whether each seed reaches `goal`."""
     return [value >= goal for value in cell.by_seed().values()]
 
 
@@ -262,7 +276,7 @@ def train_examples(result: dict[str, Any]) -> float:
 
 
 def solved_table(table: Table, goal: float) -> tuple[str, str]:
-    """Shares of the seeds that solve the task, and the median of the examples until then, with a caption."""
+    """Shares of the seeds that reach `goal`, and the median of the examples until then, with a caption."""
     columns = columns_of(table)
     rows = [
         [
@@ -272,7 +286,10 @@ def solved_table(table: Table, goal: float) -> tuple[str, str]:
         ]
         for row, cells in table.items()
     ]
-    said = f"Seeds that reach {goal:.0%}, and the median of the training examples until then."
+    said = (
+        f"Seeds that reach {goal:.0%}, and the median of the training examples until then. As trained, both say how "
+        "fast models learn, not what they would reach with more examples."
+    )
     return said, markdown(["", *columns, f"examples until {goal:.0%}"], rows, "---:")
 
 
@@ -300,17 +317,18 @@ def tests_table(found: Comparisons, table: Table) -> tuple[str, str] | None:
     for comparison in found.made:
         lines[comparison.row, comparison.against][comparison.question] = comparison
     asked = {one.question: one for one in found.made}
-    header = ["", "against", *(_heading(one, table) for one in asked.values())]
+    header = ["", "against", *(_heading(one, found, table) for one in asked.values())]
     rows = []
     for (row, against), some in lines.items():
         rows.append([row, against, *(_shown(some.get(question), found, table) for question in asked)])
-    tests = f"distinct test{'' if found.distinct == 1 else 's'} {'is' if found.resolved == 1 else 'are'}"
-    said = f"{found.resolved} of {found.distinct} {tests} significant at 5% after Holm's correction."
+    tests = f"distinct test{'' if found.distinct == 1 else 's'} {'is' if found.significant == 1 else 'are'}"
+    said = f"{found.significant} of {found.distinct} {tests} significant at 5% after Holm's correction."
     return said, markdown(header, rows, "---:")
 
 
-def _heading(one: Comparison, table: Table) -> str:
-    titles = {"mean": "", "share": ": share solved", "examples": ": examples until solved"}
+def _heading(one: Comparison, found: Comparisons, table: Table) -> str:
+    goal = f"{found.solved_at or 0:.0%}"
+    titles = {"mean": "", "share": f": seeds at {goal}", "examples": f": examples until {goal}"}
     title = titles[one.kind] if one.margin is None else f": equivalence within {margin(one.margin, one.cell(table))}"
     return f"{one.column}{title}{f': {one.named_metric}' if one.metric else ''}"
 
@@ -331,7 +349,7 @@ def _shown(comparison: Comparison | None, found: Comparisons, table: Table) -> s
 
 
 def median_until(cells: dict[str, Cell], found: Comparisons) -> str:
-    """The median of the examples until a row solves the task."""
+    """The median of the examples until a row reaches the sweep's accuracy."""
     return _median(examples_until(next(iter(cells.values())), found.solved_at))
 
 

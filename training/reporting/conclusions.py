@@ -1,4 +1,4 @@
-"""The paragraph above the tables of a sweep: what its tests resolve, or what the table shows if nothing was tested."""
+"""The paragraph above the tables of a sweep: what is significant, or what the table shows if nothing was tested."""
 
 from collections import defaultdict
 from itertools import combinations
@@ -10,7 +10,7 @@ from training.reporting.result_table import AS_TRAINED, LOWER_IS_BETTER, METRICS
 
 
 # Rows that a sentence names before it gives their number, and tests without a result that it names.
-MOST_LISTED, MOST_UNRESOLVED = 4, 2
+MOST_LISTED, MOST_OPEN = 4, 2
 # How a setting begins that names the start of an encoding.
 START = "rotary_init "
 # Each row with its name in sentences.
@@ -18,9 +18,9 @@ Names = dict[str, str]
 
 
 def conclude(found: Comparisons, table: Table) -> str:
-    """What the tests resolve, or why there are none and what the table shows without them, in one paragraph."""
+    """Which differences are significant, or why there are no tests and what the table shows, in one paragraph."""
     names = names_in_prose(table)
-    parts = _resolved(found, table, names)
+    parts = _significant(found, table, names)
     seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
     if not found.made:
         if seeds[0] < found.fewest_seeds:
@@ -58,34 +58,34 @@ def names_in_prose(rows: Table) -> Names:
     return told
 
 
-def _resolved(found: Comparisons, table: Table, names: Names) -> list[str]:
-    """A sentence on the resolved tests of every question, and one on the others."""
+def _significant(found: Comparisons, table: Table, names: Names) -> list[str]:
+    """A sentence on the significant tests of every question, and one on the others."""
     groups: dict[tuple, list[Comparison]] = defaultdict(list)
     for one in found.made:
         groups[one.against, one.question].append(one)
-    by_share = {(one.row, one.against, one.column) for one in found.made if one.kind == "share" and one.resolved}
+    by_share = {(one.row, one.against, one.column) for one in found.made if one.kind == "share" and one.significant}
     parts = []
     for some in groups.values():
         kind = some[0].kind
-        # That a row solves a task more or less often implies that it takes less or more time.
+        # That more or fewer seeds reach an accuracy implies that it takes less or more time.
         told = [one for one in some if kind != "examples" or (one.row, one.against, one.column) not in by_share]
         parts += [SENTENCES[kind](told, found, table, names)] if told else []
     differences = [one for one in found.made if one.kind != "equal"]
-    resolved = [one for one in differences if one.resolved]
-    open_ones = [one for one in differences if not one.resolved and not one.unchanged]
-    if open_ones and not resolved:
-        parts.append(f"No difference is resolved (tests: {found.distinct}).")
+    significant = [one for one in differences if one.significant]
+    open_ones = [one for one in differences if not one.significant and not one.unchanged]
+    if open_ones and not significant:
+        parts.append(f"No difference is significant (tests: {found.distinct}).")
         parts += [_best(table, names)] if found.solved_at is None else []
-    elif len(open_ones) <= MOST_UNRESOLVED:
-        parts += [f"Not resolved: {', '.join(_pair(one, names) for one in open_ones)}."] if open_ones else []
+    elif len(open_ones) <= MOST_OPEN:
+        parts += [f"Not significant: {', '.join(_pair(one, names) for one in open_ones)}."] if open_ones else []
     else:
-        parts.append(f"Resolved: {found.resolved} of {found.distinct} tests.")
+        parts.append(f"Significant: {found.significant} of {found.distinct} tests.")
     return parts
 
 
 def _pair(one: Comparison, names: Names) -> str:
     """Both sides of a test, with what tells it from other tests of them."""
-    what = {"share": "share of seeds", "examples": "examples until solved"}.get(one.kind, "")
+    what = {"share": "share of seeds", "examples": "examples until then"}.get(one.kind, "")
     pair, column = f"{names[one.row]} with {one.column}", ""
     if one.against in names:
         pair, column = f"{names[one.row]} against {names[one.against]}", one.column
@@ -99,7 +99,7 @@ def _means(some: list[Comparison], found: Comparisons, table: Table, names: Name
     lower = cell.metric() in LOWER_IS_BETTER
     groups: dict[str, list[Comparison]] = {"better": [], "worse": []}
     for one in sorted(some, key=lambda one: one.test.difference.mean, reverse=not lower):
-        if one.resolved:
+        if one.significant:
             groups["better" if (one.test.difference.mean < 0) == lower else "worse"].append(one)
     unit = _unit(cell)
     said = [f"{name}: {_by_size(rows, table, names)}{unit}" for name, rows in groups.items() if rows]
@@ -131,7 +131,7 @@ def _by_size(some: list[Comparison], table: Table, names: Names) -> str:
 
 
 def _shares(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
-    """Rows that solve the task with more or fewer seeds than one of them."""
+    """Rows of which more or fewer seeds reach the sweep's accuracy than of one of them."""
     column, counts = some[0].column, {}
     for row in (some[0].against, *(one.row for one in some)):
         seeds = solved(table[row][column], found.solved_at)
@@ -139,27 +139,27 @@ def _shares(some: list[Comparison], found: Comparisons, table: Table, names: Nam
     base = f"{names[some[0].against]} ({counts[some[0].against]})"
     said = []
     for word, sign in (("more", 1), ("fewer", -1)):
-        rows = [one.row for one in some if one.resolved and sign * one.test.difference.mean > 0]
+        rows = [one.row for one in some if one.significant and sign * one.test.difference.mean > 0]
         if rows:
             by = ", ".join(f"{names[row]} {counts[row]}" for row in rows)
             said.append(f"by {word} seeds than with {base}: {by}")
-    where = "Solved" if column == AS_TRAINED else f"With {column}, solved"
-    return f"{where} {'; '.join(said)}." if said else ""
+    where = "" if column == AS_TRAINED else f" with {column}"
+    return f"{found.solved_at:.0%} reached{where} {'; '.join(said)}." if said else ""
 
 
 def _durations(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
-    """Rows that solve the task sooner or later than one of them, with the medians."""
+    """Rows that reach the sweep's accuracy sooner or later than one of them, with the medians."""
     base, said = some[0].against, []
     for word, sign in (("sooner", -1), ("later", 1)):
-        rows = [one.row for one in some if one.resolved and sign * one.test.difference.mean > 0]
+        rows = [one.row for one in some if one.significant and sign * one.test.difference.mean > 0]
         if rows:
             said.append(f"{word}: {', '.join(f'{names[row]} {median_until(table[row], found)}' for row in rows)}")
-    title = f"Examples until solved, against {names[base]} ({median_until(table[base], found)})"
+    title = f"Examples until {found.solved_at:.0%}, against {names[base]} ({median_until(table[base], found)})"
     return f"{title}, {'; '.join(said)}." if said else ""
 
 
 def _equal(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
-    rows, cell = [names[one.row] for one in some if one.resolved], some[0].cell(table)
+    rows, cell = [names[one.row] for one in some if one.significant], some[0].cell(table)
     unit = _unit(cell)
     within = f"{names.get(some[0].against, some[0].against)} within {margin(some[0].margin, cell)}{unit}"
     where = "" if some[0].column == AS_TRAINED else f", {some[0].column}"
@@ -172,7 +172,7 @@ SENTENCES = {"mean": _means, "share": _shares, "examples": _durations, "equal": 
 
 
 def who_solves(table: Table, goal: float, names: Names) -> str:
-    """The rows that every seed solves, some or none."""
+    """The rows of which every seed reaches `goal`, some or none."""
     groups: dict[str, list[str]] = {"every seed": [], "some seeds": [], "no seed": []}
     column = columns_of(table)[0]
     for row, cells in table.items():
@@ -186,7 +186,7 @@ def who_solves(table: Table, goal: float, names: Names) -> str:
             "the other row" if len(groups["no seed"]) == 1 else f"the other {len(groups['no seed'])} rows"
         ]
     by = "; by ".join(f"{name}: {_listed(groups[name])}" for name in rest)
-    return f"Solved ({goal:.0%} or more{'' if column == AS_TRAINED else f', {column}'}) by {by}."
+    return f"{goal:.0%} reached{'' if column == AS_TRAINED else f' with {column}'} by {by}."
 
 
 def _unit(cell: Cell) -> str:

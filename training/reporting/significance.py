@@ -15,6 +15,7 @@ from scipy import stats
 # With fewer seeds there are neither intervals nor tests.
 FEWEST_SEEDS = 5
 # With fewer seeds shares of seeds are not tested: of two groups of five, only 5 and at most 1 would differ at 5%.
+# Nor are the accuracies of runs between guessing and all: they are far from normal, as t-tests of few seeds need them.
 FEWEST_SEEDS_OF_SHARES = 20
 RESAMPLES = 5000
 LEVEL = 0.05
@@ -127,16 +128,17 @@ def bootstrap_mean(outcomes: Outcomes) -> Interval:
     return Interval(mean, float(low), float(high))
 
 
-def compare(first: Outcomes, second: Outcomes, margin: float | None = None, same_models: bool = False) -> Test:
+def compare(first: Outcomes, second: Outcomes, margin: float | None = None, paired_seeds: bool = False) -> Test:
     """
-    t-test of the mean of `second - first`, for other seeds, draws and examples. Draws and examples are paired. Seeds
-    are paired only if the same models were evaluated twice: what a seed does to one model says nothing of another.
+    t-test of the mean of `second - first`, for other seeds, draws and examples. Draws and examples are paired.
 
     Args:
+        paired_seeds: a seed does the same to both: the same models were evaluated twice, or models start with equal
+            outputs and see equal batches. From random weights, what it does to one model says nothing of another.
         margin: test instead whether the difference is smaller than this, by two one-sided tests (TOST).
     """
     variances = [_variance(one.values.mean(axis=(1, 2))) for one in (first, second)]
-    if same_models:
+    if paired_seeds:
         variances = [_variance(second.values.mean(axis=(1, 2)) - first.values.mean(axis=(1, 2)))]
     (draws, examples), (other_draws, other_examples) = (one.values.shape[1:] for one in (first, second))
     # Without an offset there is one draw, which is beside each of the others.

@@ -32,7 +32,10 @@ SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
     *("clip_finetuning", "language_modeling"),
 )
-SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "after", "mini")
+SWEEP_KEYS = (
+    *("script", "recipe", "train", "evaluate", "report", "compare"),
+    *("chance", "solved_at", "paired", "after", "mini"),
+)
 # Settings of the models that a comparison or a condition applies to.
 ROWS = "rows"
 # The setting that names the folder of the models that a run starts from.
@@ -68,6 +71,8 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     unknown = set(sweep.get("report", [])) - set(REPORT_TABLES)
     if unknown:
         raise InputError(f"{path.name}: report {', '.join(unknown)}; accepted: {', '.join(REPORT_TABLES)}.")
+    if not isinstance(sweep.get("paired", False), bool):
+        raise InputError(f"{path.name}: paired {sweep['paired']!r}; accepted: true, false.")
     _check_rows(path.name, sweep)
     return sweep
 
