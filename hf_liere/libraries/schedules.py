@@ -7,11 +7,12 @@ With the trained size L of an axis, s = size / L ≥ 1, d channels for the axis 
 | method | ω′_i | source |
 |---|---|---|
 | `"position_interpolation"` | ω_i / s | Chen et al., arXiv 2306.15595 |
-| `"ntk"` | ω_i s^(−2i/(d−2)): θ s^(d/(d−2)) in place of θ | NTK-aware scaling, arXiv 2309.00071 §3.1 |
-| `"yarn"` | (1 − γ) ω_i / s + γ ω_i, γ = (Lω_i/2π − α) / (β − α) in [0, 1] | arXiv 2309.00071 §3.2 |
+| `"ntk"` | ω_i s^(−2i/(d−2)): θ s^(d/(d−2)) in place of θ | NTK-aware scaling, arXiv 2309.00071v2 §3.1 |
+| `"yarn"` | (1 − γ) ω_i / s + γ ω_i, γ = (Lω_i/2π − α) / (β − α) in [0, 1] | arXiv 2309.00071v2 §3.2, 3.4 |
+| `"vision_yarn"` | that of `"position_interpolation"`, `"ntk"` or ω_i, by two ramps over i | the code of DyPE |
 
-DyPE (arXiv 2510.20766) lets the first two depend on the noise level t, from 1 to 0: s^κ(t) in place of s, with
-κ(t) = λ_s t^λ_t.
+DyPE (arXiv 2510.20766) lets them depend on the noise level t, from 1 to 0, by κ(t) = λ_s t^λ_t: s^κ(t) takes the place
+of s in the first two, and the others multiply the bounds of their ramps, such as α and β, by κ(t).
 """
 
 import math
@@ -22,7 +23,9 @@ from typing import NamedTuple
 import torch
 
 
-METHODS = ("position_interpolation", "ntk", "yarn")
+METHODS = ("position_interpolation", "ntk", "yarn", "vision_yarn")
+# Rotations over the trained size between which frequencies change from interpolated to NTK's, and to pretrained ones.
+VISION_RAMPS = ((0.75, 1.25), (2.0, 16.0))
 
 
 class ScheduleInput(NamedTuple):
@@ -69,22 +72,23 @@ class FrequencySchedule:
     ```python
     from hf_liere import FrequencySchedule
 
-    # FLUX.1 at 1,024 pixels: text, rows and columns; DyPE's exponents.
-    schedule = FrequencySchedule("ntk", trained_size=(None, 64, 64), dype=(2.0, 2.0))
+    # FLUX.1 at 1,024 pixels: text, rows and columns; DyPE's main variant.
+    schedule = FrequencySchedule("vision_yarn", trained_size=(None, 64, 64), dype=(1.0, 2.0))
     ```
 
     Args:
-        method: `"position_interpolation"`, `"ntk"` or `"yarn"`.
+        method: `"position_interpolation"`, `"ntk"`, `"yarn"` or `"vision_yarn"`.
         trained_size: Tokens of the largest image or clip of training on every axis; `None` for an axis that is not
             scaled, such as time or text.
-        dype: (λ_s, λ_t) of DyPE, for the first two methods; the paper uses (2, 2). `None` means no dependence on the
-            noise level.
-        ramp: (α, β) of YaRN, rotations over the trained size; (1, 32) for language models.
-        attention_factor: Whether YaRN multiplies cos and sin by 0.1 ln s + 1, with the largest s of all axes.
+        dype: (λ_s, λ_t) of DyPE, whose code has (2, 2) for `"ntk"` and (1, 2) for `"vision_yarn"`. `None` means no
+            dependence on the noise level.
+        ramp: (α, β) of `"yarn"`, rotations over the trained size; (1, 32) for language models.
+        attention_factor: Whether YaRN multiplies cos and sin by 0.1 ln s + 1, with the largest s of all axes; in
+            `"vision_yarn"` with that of the axis.
         layers: The attention modules that are scaled, by index; `None` means all.
 
     Raises:
-        ValueError: for an unknown method, sizes below 1, or `dype` with YaRN.
+        ValueError: for an unknown method, sizes below 1, or a ramp that does not rise.
     """
 
     method: str
@@ -99,8 +103,6 @@ class FrequencySchedule:
             raise ValueError(f"method={self.method!r} must be one of {', '.join(METHODS)}.")
         if any(size is not None and size < 1 for size in self.trained_size):
             raise ValueError(f"trained_size={self.trained_size!r} must contain numbers of tokens from 1, or None.")
-        if self.dype is not None and self.method == "yarn":
-            raise ValueError("dype changes position_interpolation and ntk; YaRN has no exponent to change.")
         if not 0 <= self.ramp[0] < self.ramp[1]:
             raise ValueError(f"ramp={self.ramp!r} must be (α, β) with 0 ≤ α < β.")
 
@@ -110,18 +112,38 @@ class FrequencySchedule:
             return torch.ones_like(frequencies), 1.0
         trained = frequencies.new_tensor([size or math.inf for size in self.trained_size])  # (A,)
         scale = (given.size.to(trained) / trained).clamp(min=1)  # (A,)
+        strength = torch.ones_like(scale[0])
         if self.dype is not None:
             assert given.noise_level is not None, "checked when the schedule was set"
-            strength, exponent = self.dype
-            scale = scale ** (strength * given.noise_level.to(scale) ** exponent)
-        by_plane = scale[axes]  # (planes,)
-        if self.method == "position_interpolation":
-            return 1 / by_plane, 1.0
-        if self.method == "ntk":
-            # An axis of two channels has one frequency, the highest, which stays.
-            return by_plane ** (-2 * given.ranks / (given.channels - 2).clamp(min=1)), 1.0
-        low, high = self.ramp
-        rotations = frequencies.detach() * trained[axes].nan_to_num(posinf=0) / (2 * math.pi)  # (planes,)
-        kept = ((rotations - low) / (high - low)).clamp(0, 1)  # (planes,)
-        factor = 0.1 * scale.max().log() + 1 if self.attention_factor else 1.0
-        return 1 + (1 - kept) * (1 / by_plane - 1), factor
+            strength = self.dype[0] * given.noise_level.to(scale) ** self.dype[1]
+        has_ramps = self.method in ("yarn", "vision_yarn")
+        by_plane = (scale if has_ramps else scale**strength)[axes]  # (planes,)
+        # An axis of two channels has one frequency, the highest, which stays.
+        ntk = by_plane ** (-2 * given.ranks.to(scale) / (given.channels - 2).clamp(min=1))  # (planes,)
+        if not has_ramps:
+            return (ntk if self.method == "ntk" else 1 / by_plane), 1.0
+        slowed, factor = 1 / by_plane, 0.1 * self.attention_factor * scale.log() + 1  # (planes,), (A,)
+        # Planes that turn n times over the trained size turn n / κ times over this one.
+        size = trained / strength  # (A,)
+        if self.method == "yarn":
+            (low, high), factor = self.ramp, factor.max()
+            kept = ((frequencies.detach() * size[axes] / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # (planes,)
+        else:
+            fast, kept = (_ramp_over_ranks(given, size, ramp) for ramp in VISION_RAMPS)  # (planes,) each
+            slowed, factor = ntk + (1 - fast) * (slowed - ntk), factor[axes]  # (planes,) each
+        return 1 + (1 - kept) * (slowed - 1), factor
+
+
+def _ramp_over_ranks(given: ScheduleInput, size: torch.Tensor, ramp: tuple[float, float]) -> torch.Tensor:
+    """
+    0 for planes that turn less often over (A,) sizes than a ramp begins, to 1 where it ends: (planes,). As in the code
+    of DyPE it is linear in the rank i of ω_i = θ^(−2i/d), between whole ranks. There a ramp turns around if both ranks
+    are before the first plane or both behind the last; here it ends.
+    """
+    count = given.channels // 2  # (planes,)
+    slopes = -given.frequencies.detach().log() / given.ranks.clamp(min=1)  # (planes,)
+    # Of the slowest plane of every axis: 2 ln θ / d.
+    slope = torch.zeros_like(size).index_add(0, given.axes, torch.where(given.ranks == count - 1, slopes, 0))  # (A,)
+    last, first = ((size / (2 * math.pi * rotations)).log() / slope for rotations in ramp)  # (A,) each
+    first, last = (rank.clamp(min=0)[given.axes].minimum(count) for rank in (first.floor(), last.ceil()))
+    return 1 - ((given.ranks - first) / (last - first).clamp(min=1e-3)).clamp(0, 1)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_liere import FrequencySchedule, patch, set_frequency_schedule, unpatch
+from hf_liere import FrequencySchedule, ScheduleInput, patch, set_frequency_schedule, unpatch
+from hf_liere.libraries.schedules import METHODS
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
@@ -24,36 +25,120 @@ CLEAN |= dict.fromkeys(("Flux2Transformer2DModel", "QwenImageTransformer2DModel"
 
 
 class GivenFrequencies(nn.Module):
-    """FLUX's rotary module with any frequencies, and a factor of cos and sin."""
+    """FLUX's rotary module with any frequencies, and a factor of cos and sin on every axis."""
 
-    def __init__(self, frequencies, factor):
+    def __init__(self, frequencies, factors):
         super().__init__()
-        self.frequencies, self.factor = frequencies, factor
+        self.frequencies, self.factors = frequencies, factors
 
     def forward(self, ids):
         axes = zip(ids.double().unbind(-1), self.frequencies)
         angles = torch.cat([torch.outer(p, torch.tensor(spectrum).double()) for p, spectrum in axes], -1)
         angles = angles.repeat_interleave(2, dim=-1)
-        return (angles.cos() * self.factor).float(), (angles.sin() * self.factor).float()
+        channels = torch.tensor([2 * len(spectrum) for spectrum in self.frequencies])
+        factors = torch.tensor(self.factors).double().repeat_interleave(channels)
+        return (angles.cos() * factors).float(), (angles.sin() * factors).float()
 
 
-def reference(method, channels, size, trained, exponent):
-    """The frequencies of one axis, by the formulas of the papers."""
+def clamp(value, low, high):
+    return min(max(value, low), high)
+
+
+def climb_ramp(spectrum, slowed, channels, trained, kappa, low, high, turns_around):
+    """
+    One ramp of YaRN in the code of DyPE: over ranks from `low` to `high` rotations, frequencies change from the slowed
+    to those of the spectrum. `turns_around` as there, where both ends of a ramp are on one side of all planes.
+    """
+
+    def find_rank(rotations):
+        if kappa * rotations == 0:
+            return math.inf
+        return channels * math.log(trained / (2 * math.pi * kappa * rotations)) / (2 * math.log(10000))
+
+    first, last = find_rank(high), find_rank(low)
+    if turns_around:
+        first, last = max(math.floor(first), 0), min(math.ceil(last), channels // 2)
+    else:
+        first = math.floor(clamp(first, 0, channels // 2))
+        last = math.ceil(clamp(last, 0, channels // 2))
+    last += 0.001 * (first == last)
+    ramp = [1 - clamp((i - first) / (last - first), 0, 1) for i in range(channels // 2)]
+    return [(1 - kept) * slow + kept * fast for kept, slow, fast in zip(ramp, slowed, spectrum)]
+
+
+def reference(method, channels, size, trained, kappa, turns_around=False):
+    """The frequencies of one axis, by the formulas of the papers; κ of DyPE, 1 without it for YaRN."""
     spectrum = [10000 ** (-i / channels) for i in range(0, channels, 2)]
-    scale = max(size / trained, 1) ** exponent if trained else 1
-    if method == "position_interpolation":
-        return [w / scale for w in spectrum]
-    if method == "ntk":
-        base = 10000 * scale ** (channels / (channels - 2))
-        return [base ** (-i / channels) for i in range(0, channels, 2)]
-    ramp = [min(max(((trained or 0) * w / (2 * math.pi) - 0.1) / (0.4 - 0.1), 0), 1) for w in spectrum]
-    return [(1 - kept) * w / scale + kept * w for kept, w in zip(ramp, spectrum)]
+    if trained is None or size <= trained:
+        return spectrum
+    scale = size / trained
+    if "yarn" not in method:
+        scale **= kappa
+    interpolated = [w / scale for w in spectrum]
+    base = 10000 * scale ** (channels / (channels - 2))
+    ntk = [base ** (-i / channels) for i in range(0, channels, 2)]
+    if method == "vision_yarn":
+        given = (channels, trained, kappa)
+        slowed = climb_ramp(ntk, interpolated, *given, 0.75, 1.25, turns_around)
+        return climb_ramp(spectrum, slowed, *given, 2, 16, turns_around)
+    if method == "yarn":
+        low, high = 0.1 * kappa, 0.4 * kappa
+        ramp = [clamp((trained * w / (2 * math.pi) - low) / (high - low), 0, 1) for w in spectrum]
+        return [(1 - kept) * slow + kept * w for kept, slow, w in zip(ramp, interpolated, spectrum)]
+    return interpolated if method == "position_interpolation" else ntk
+
+
+# DyPE's main variant for FLUX.1, axes of text, rows and columns: trained at 64 tokens, the size is 256 × 160.
+FLUX_CHANNELS, FLUX_SIZES, FLUX_TRAINED = (16, 56, 56), (1, 256, 160), (None, 64, 64)
+
+
+def multipliers(schedule, noise_level, channels=FLUX_CHANNELS, sizes=FLUX_SIZES):
+    """Those of a schedule, with the spectra they multiply, and the factor of cos and sin; by axis."""
+    spectra = [reference("ntk", width, 1, None, 1) for width in channels]
+    axes = torch.tensor([axis for axis, spectrum in enumerate(spectra) for _ in spectrum])
+    given = ScheduleInput(
+        frequencies=torch.tensor(sum(spectra, []), dtype=torch.float64),
+        axes=axes,
+        ranks=torch.cat([torch.arange(len(spectrum)) for spectrum in spectra]),
+        channels=torch.tensor(channels)[axes],
+        size=torch.tensor(sizes, dtype=torch.float64),
+        noise_level=torch.tensor(noise_level, dtype=torch.float64),
+        layer=0,
+    )
+    found, factor = schedule(given)
+    return found, given.frequencies, factor
+
+
+@pytest.mark.parametrize("noise_level", [1.0, 0.7, 0.31, 0.05])
+def test_vision_yarn_is_that_of_dype(noise_level):
+    """At FLUX.1's sizes, in float64: κ(t) = t² times the bounds of both ramps; cos and sin by the scale of the axis."""
+    schedule = FrequencySchedule("vision_yarn", FLUX_TRAINED, dype=(1.0, 2.0))
+    found, spectrum, factor = multipliers(schedule, noise_level)
+    facts = list(zip(FLUX_CHANNELS, FLUX_SIZES, FLUX_TRAINED))
+    expected = sum((reference("vision_yarn", *each, noise_level**2, turns_around=True) for each in facts), [])
+    factors = [[0.1 * math.log(max(size / (trained or size), 1)) + 1] * (width // 2) for width, size, trained in facts]
+    # Rounding of float64.
+    for one, other in ((found * spectrum, expected), (factor, sum(factors, []))):
+        torch.testing.assert_close(one, torch.tensor(other, dtype=torch.float64), rtol=1e-14, atol=0)
+    static, _, _ = multipliers(FrequencySchedule("vision_yarn", FLUX_TRAINED), noise_level)
+    assert torch.equal(static, found) == (noise_level == 1)
+
+
+@pytest.mark.parametrize("method", ["yarn", "vision_yarn"])
+def test_yarn_with_dype_ends_at_the_pretrained_frequencies(method):
+    """Also where the ramps of DyPE's code turn around; and on an axis of one plane."""
+    schedule = FrequencySchedule(method, FLUX_TRAINED, dype=(1.0, 2.0))
+    for noise_level in (0.0, 1e-9):
+        assert multipliers(schedule, noise_level)[0].eq(1).all()
+    for width, level in ((2, 0.0), (2, 0.5), (2, 1.0), (4, 0.5)):
+        found, _, _ = multipliers(schedule, level, channels=(width, width, width))
+        assert found.isfinite().all() and (found > 0).all() and (found <= 1).all()
 
 
 @pytest.mark.parametrize(
     ("method", "dype"),
-    [(method, None) for method in ("position_interpolation", "ntk", "yarn")]
-    + [("position_interpolation", (2.0, 2.0)), ("ntk", (2.0, 1.0))],
+    [(method, None) for method in METHODS]
+    + [("position_interpolation", (2.0, 2.0)), ("ntk", (2.0, 1.0)), ("yarn", (1.0, 2.0)), ("vision_yarn", (1.0, 2.0))],
 )
 @torch.no_grad()
 def test_published_schedules(method, dype):
@@ -63,10 +148,12 @@ def test_published_schedules(method, dype):
     schedule = FrequencySchedule(method, trained_size=(None, 2, 3), dype=dype, ramp=(0.1, 0.4))
     set_frequency_schedule(model, schedule)
     # FLUX's inputs are 3 × 4 tokens at the noise level 0.7.
-    exponent = dype[0] * 0.7 ** dype[1] if dype else 1
+    kappa = dype[0] * 0.7 ** dype[1] if dype else 1
     sizes = zip(FLUX.axes, (2, 3, 4), schedule.trained_size)
-    spectra = [reference(method, channels, size, trained, exponent) for channels, size, trained in sizes]
-    other.pos_embed = GivenFrequencies(spectra, 0.1 * math.log(3 / 2) + 1 if method == "yarn" else 1)
+    spectra = [reference(method, channels, size, trained, kappa) for channels, size, trained in sizes]
+    rows, columns = (0.1 * math.log(scale) + 1 for scale in (3 / 2, 4 / 3))
+    factors = {"yarn": [rows] * 3, "vision_yarn": [1, rows, columns]}
+    other.pos_embed = GivenFrequencies(spectra, factors.get(method, [1] * 3))
     expected = run(other, inputs)
     assert (run(model, inputs) - expected).abs().max() < 1e-5 < 1e-4 < (before - expected).abs().max()
     set_frequency_schedule(model, None)
@@ -78,7 +165,7 @@ def test_published_schedules(method, dype):
 def test_schedules_change_nothing_at_the_trained_size(case):
     model, inputs = case.build(), case.inputs()
     before, axes = run(model, inputs), patch(model, PLANES).rotary_patch.planes.num_axes
-    for method in ("position_interpolation", "ntk", "yarn"):
+    for method in METHODS:
         set_frequency_schedule(model, FrequencySchedule(method, [64] * axes))
         assert torch.equal(run(model, inputs), before)
         set_frequency_schedule(model, FrequencySchedule(method, [1] * axes, layers=[]))
@@ -132,7 +219,7 @@ def test_a_function_as_schedule():
         [10000 ** (-i / channels) / (1 + (axis == 2)) for i in range(0, channels, 2)]
         for axis, channels in enumerate(FLUX.axes)
     ]
-    other.pos_embed = GivenFrequencies(spectra, 1)
+    other.pos_embed = GivenFrequencies(spectra, [1] * 3)
     assert (run(model, inputs) - run(other, inputs)).abs().max() < 1e-5
     assert seen == [(layer, [2.0, 3.0, 4.0], 0.7) for layer in range(4)]
 
@@ -150,7 +237,6 @@ def test_refused_schedules():
     for arguments, message in (
         ({"method": "linear"}, "must be one of"),
         ({"method": "ntk", "trained_size": (0,)}, "trained_size"),
-        ({"method": "yarn", "dype": (2.0, 2.0)}, "no exponent"),
         ({"method": "yarn", "ramp": (2.0, 1.0)}, "ramp"),
     ):
         with pytest.raises(ValueError, match=message):
