@@ -9,9 +9,10 @@ from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
 from ..models.encoding.given_positions import require_tensors
-from ..models.encoding.positions import TokenPositions
+from ..models.encoding.positions import GridPositions, TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.fast.dispatch import values_are_unknown, working_dtype
+from ..models.parts import check_name
 from ..models.rotation.rotation import PlaneRotation
 from .poses import check_intrinsics, check_poses, first_pose, invert_poses, lift_intrinsics, relative_poses
 
@@ -42,9 +43,9 @@ class PoseFrames(NamedTuple):
 
 class PoseEmbedding(nn.Module):
     r"""
-    Attention that depends on the relative poses of cameras alone: GTA (Miyato et al., "GTA: A Geometry-Aware Attention
-    Mechanism for Multi-View Transformers", ICLR 2024, eqs. 4–6) with SE(3) on all channels, and PRoPE (Li et al.,
-    "Cameras as Relative Positional Encoding", arXiv 2507.10496, eqs. 14–20) with intrinsics and patches.
+    Attention that depends on the relative poses of cameras: GTA (Miyato et al., "GTA: A Geometry-Aware Attention
+    Mechanism for Multi-View Transformers", ICLR 2024, eqs. 4–6) with SE(3) and patches, see `rope_theta`, and PRoPE (Li
+    et al., "Cameras as Relative Positional Encoding", arXiv 2507.10496, eqs. 14–20) with intrinsics and patches.
 
     Every four neighbouring channels of a token are multiplied by a 4 × 4 matrix D = lift(K) P⁻¹, with the pose P of its
     camera and lift(K) = [[K, 0], [0, 1]] (the identity without intrinsics): queries by Dᵀ, keys and values by D⁻¹, and
@@ -82,12 +83,13 @@ class PoseEmbedding(nn.Module):
     query, key, value = prope(*torch.randn(3, 2, 8, 48, 64), frames)
     ```
 
-    Matrices are computed in float64, from poses relative to one camera (`reference` of [`frames`]), and then rounded
-    to the type of the states, at least float32. With float64 poses a motion of the scene by kilometres changes float32
-    outputs by less than 1e-5 of the largest; with float32 poses, as long as cameras stay within 50 units of the world's
-    origin. A warning appears for float32 poses more than 168 units away, whose positions are rounded by 1e-5 units. The
-    error of float32 attention grows with the distances between cameras: 4e-6 at 50 units, 4e-5 at 1000. In half types,
-    results are rounded relative to these distances: choose a `translation_scale` that makes them about 1.
+    Matrices are computed in float64, from poses relative to one camera (`reference` of [`frames`]), and then rounded to
+    the type of the states, at least float32; rotations of patches are kept in float32, after `double()` in float64.
+    With float64 poses a motion of the scene by kilometres changes float32 outputs by less than 1e-5 of the largest;
+    with float32 poses, as long as cameras stay within 50 units of the world's origin. A warning appears for float32
+    poses more than 168 units away, whose positions are rounded by 1e-5 units. The error of float32 attention grows with
+    the distances between cameras: 4e-6 at 50 units, 4e-5 at 1000. In half types, results are rounded relative to these
+    distances: choose a `translation_scale` that makes them about 1.
 
     Args:
         head_dim: Channels of a head.
@@ -96,7 +98,8 @@ class PoseEmbedding(nn.Module):
             multiples of 4 channels.
         translation_scale: Factor of translations, the inverse of a typical distance between cameras, in the units of
             the poses. Changes of the unit change attention, rotations of the scene do not.
-        rope_theta: Base of the frequencies of patches; 100 as in PRoPE.
+        rope_theta: Base θ of the frequencies of patches, θ^(−i/q) for plane i of the q = patch_share · head_dim / 4 of
+            an axis; 100 as in PRoPE. GTA's are 2^−i for coordinates from 0 to 2π: θ = 2^q.
 
     Raises:
         ValueError: if `head_dim` or a share of it is not a multiple of 4, or an option is out of range.
@@ -147,8 +150,8 @@ class PoseEmbedding(nn.Module):
             known: (B, N) or (N,), true where the pose is known. Other poses (and intrinsics) are ignored: D is the
                 identity there, as if the token stood in the reference frame. Attention stays invariant under a motion
                 of the scene, but scores with such tokens depend on the choice of the reference.
-            patches: (N, 2) or (B, N, 2) positions of tokens in their images, or [`grid_positions`], in PRoPE indices of
-                patches; if a divisor of N, those of one image, repeated for every camera. Required with `patch_share`.
+            patches: (N, 2) or (B, N, 2) positions of tokens in their images, in PRoPE `grid_positions(grid, "index")`;
+                if a divisor of N, those of one image, repeated for every camera. Required with `patch_share`.
             reference: (4, 4) or (B, 4, 4) pose relative to which matrices are computed. `None` means the first known
                 pose of each sample, and the world's frame without any. If all poses are known it matters for rounding
                 alone. Queries and keys need the same: pass `reference` of the queries' frames for keys of other tokens,
@@ -160,22 +163,19 @@ class PoseEmbedding(nn.Module):
         require_tensors(reference=reference)
         poses = _as_batch("poses", poses, (4, 4))  # (1 or B, N, 4, 4)
         tokens = poses.shape[1]
-        if known is not None:
-            known = _as_batch("known", known, (), poses).to(poses.device)  # (1 or B, N)
-            known = known.expand(max(len(known), len(poses)), -1)
+        every = poses.new_ones(poses.shape[:2], dtype=torch.bool)  # (1 or B, N)
+        known = every if known is None else _as_batch("known", known, (), poses).to(poses.device) & every
         poses = _where_known(known, poses)
         check_poses("poses", poses)
         self._warn_of_rounding(poses)
-        dtype = working_dtype(poses.device)
         with maybe_autocast(poses.device.type, enabled=False):
-            poses = poses.to(dtype)
+            poses = poses.to(working_dtype(poses.device))
             reference = first_pose(poses, known) if reference is None else _check_reference(reference, poses)
             from_camera = relative_poses(poses, reference, self.translation_scale)  # (1 or B, N, 4, 4)
             to_camera = invert_poses(from_camera)
             if intrinsics is not None:
-                intrinsics = _where_known(
-                    known, _as_batch("intrinsics", intrinsics, (3, 3), poses)
-                )  # (1 or B, N, 3, 3)
+                given = _as_batch("intrinsics", intrinsics, (3, 3), poses)
+                intrinsics = _where_known(known, given)  # (1 or B, N, 3, 3)
                 check_intrinsics(intrinsics)
                 to_image, from_image = lift_intrinsics(intrinsics.to(poses), _read_sides(image_size))
                 to_camera, from_camera = to_image @ to_camera, from_camera @ from_image
@@ -207,7 +207,12 @@ class PoseEmbedding(nn.Module):
         """
         frames = self._find_frames(poses)
         key_frames = frames if key_poses is None else self._find_frames(key_poses, frames.reference)
-        _check_same_reference(frames, key_frames)
+        first, second = frames.reference, key_frames.reference
+        if not (first is second or values_are_unknown(first, second) or (first == second).all()):
+            raise ValueError(
+                "The frames of queries and keys have different references: pass reference=frames.reference, of the "
+                "queries' frames, to those of the keys."
+            )
         return (
             self._transform("query", query, frames, frames.to_camera.mT),
             self._transform("key", key, key_frames, key_frames.from_camera),
@@ -261,6 +266,8 @@ class PoseEmbedding(nn.Module):
             )
         if self.rotary is None:
             return None
+        if isinstance(patches, GridPositions):
+            check_name("coordinates of patches", patches.facts.convention, ("index", "train_index"))
         (rotation,) = self.rotary.rotations(patches)
         assert isinstance(rotation, PlaneRotation), "axial RoPE rotates planes"
         times, rest = divmod(tokens, rotation.num_tokens())
@@ -293,10 +300,8 @@ class PoseEmbedding(nn.Module):
         if not states.is_floating_point():
             raise ValueError(f"{name} are {states.dtype}; a floating point type is needed.")
         tokens, patches = frames.to_camera.shape[1], frames.patches
-        for kind, samples in (
-            ("poses", len(frames.to_camera)),
-            ("patches", 1 if patches is None else patches.num_samples()),
-        ):
+        counts = {"poses": len(frames.to_camera), "patches": 1 if patches is None else patches.num_samples()}
+        for kind, samples in counts.items():
             if tokens != states.shape[2] or samples not in (1, len(states)):
                 raise ValueError(
                     f"There are {kind} of {tokens} tokens in {samples} samples, but {name} of shape "
@@ -319,16 +324,6 @@ class PoseEmbedding(nn.Module):
             others = states[..., self.pose_channels :]
             rotated, _ = frames.patches.rotate(others, others[:0])
             return torch.cat([result, rotated], dim=-1)
-
-
-def _check_same_reference(frames: PoseFrames, key_frames: PoseFrames) -> None:
-    first, second = frames.reference, key_frames.reference
-    if first is second or values_are_unknown(first, second) or (first == second).all():
-        return
-    raise ValueError(
-        "The frames of queries and keys have different references: pass reference=frames.reference, of the queries' "
-        "frames, to those of the keys."
-    )
 
 
 def _name(options: dict[str, float]) -> str:
@@ -357,10 +352,8 @@ def _as_batch(
     return batch
 
 
-def _where_known(known: torch.Tensor | None, matrices: torch.Tensor) -> torch.Tensor:
+def _where_known(known: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """(1 or B, N, n, n) matrices, the identity where (1 or B, N) `known` is false; values there get no gradient."""
-    if known is None:
-        return matrices
     identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     return torch.where(known[..., None, None], matrices, identity)
 

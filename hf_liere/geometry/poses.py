@@ -26,10 +26,8 @@ def invert_poses(poses: torch.Tensor) -> torch.Tensor:
     return _homogeneous(turn, -turn @ poses[..., :3, 3:])
 
 
-def first_pose(poses: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+def first_pose(poses: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """(1 or B, 4, 4), the first pose of every sample that is true in (1 or B, N) `known`, else the very first."""
-    if known is None:
-        return poses[:, 0]
     first = known.to(torch.uint8).argmax(dim=1)  # (1 or B,)
     return torch.take_along_dim(poses, first[:, None, None, None], dim=1)[:, 0]
 

@@ -139,12 +139,41 @@ def prope_transforms(poses, intrinsics, columns, width):
 def test_equals_prope():
     """Two cameras with six patches each."""
     poses, intrinsics = (each.repeat_interleave(6, dim=1) for each in (random_poses(2, 2), random_intrinsics(2, 2)))
-    states, layer = random_states(2, 12), PoseEmbedding(HEAD_DIM, patch_share=0.5)
+    states, layer = random_states(2, 12), PoseEmbedding(HEAD_DIM, patch_share=0.5).double()
     frames = layer.frames(poses, intrinsics=intrinsics, image_size=(192, 256), patches=grid_positions((2, 3), "index"))
     cameras = [prope_transforms(poses[:, part], intrinsics[:, part], 3, 16) for part in (slice(6), slice(6, 12))]
     transforms = torch.cat(cameras, dim=1)
-    # The layer of axial RoPE has cosines and sines in float32.
-    assert largest_difference(attend(layer, states, frames), expected(states, transforms)) < 1e-6
+    # Rounding of float64.
+    assert largest_difference(attend(layer, states, frames), expected(states, transforms)) < 1e-13
+
+
+def test_equals_models_of_gta():
+    """
+    Half of the channels SE(3), half SO(2) of patches at 0, 1/h … and 0, 1/w …, with the frequencies 2π 2^(k−n) for
+    k = 1 … n in turn on rows and columns, the slowest first. The layer has another order of channels.
+    """
+    rows, columns, scale, q = 2, 3, 0.01, HEAD_DIM // 8
+    poses = random_poses(2, 2).repeat_interleave(rows * columns, dim=1)
+    extrinsics = torch.linalg.inv(poses)
+    extrinsics[..., :3, 3] *= scale
+    places = [(row / rows, column / columns) for row in range(rows) for column in range(columns)] * 2
+    turns = []
+    for place in places:
+        angles = [2 * math.pi * 2.0 ** (k - q) * side for k in range(1, q + 1) for side in place]
+        # Queries and keys turn by the angle, so ρ, which stands before queries transposed, by its opposite.
+        planes = [[[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]] for a in angles]
+        turns.append(torch.block_diag(*torch.tensor(planes, dtype=torch.float64)))
+    half = tiled(extrinsics, HEAD_DIM // 2)
+    transforms = torch.stack([torch.stack([torch.block_diag(*both) for both in zip(sample, turns)]) for sample in half])
+    layer = PoseEmbedding(HEAD_DIM, patch_share=0.5, translation_scale=scale, rope_theta=2**q).double()
+    frames = layer.frames(poses, patches=2 * math.pi * torch.tensor(places, dtype=torch.float64))
+    # Channels of the layer: rows before columns, the fastest plane of each first.
+    order = [HEAD_DIM // 2 + 4 * (q - 1 - plane) + 2 * axis for axis in range(2) for plane in range(q)]
+    order = [*range(HEAD_DIM // 2), *(channel for first in order for channel in (first, first + 1))]
+    states = random_states(2, 2 * rows * columns)
+    found = attend(layer, [x[..., order] for x in states], frames)
+    # Rounding of float64.
+    assert largest_difference(found, expected(states, transforms)[..., order]) < 1e-13
 
 
 def test_keys_of_other_tokens():
@@ -237,8 +266,13 @@ def test_examples_run_and_the_second_is_prope():
     blocks = re.findall(r"```python\n(.*?)```", inspect.getdoc(PoseEmbedding), re.DOTALL)
     assert len(blocks) == 2
     example: dict = {}
-    for block in blocks:
-        exec(block, example)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for block in blocks:
+            exec(block, example)
+    finally:
+        torch.set_default_dtype(default)
     poses, intrinsics, width = example["poses"], example["intrinsics"], example["prope"].head_dim
     cameras = range(0, poses.shape[1], 16)
     parts = [prope_transforms(poses[:, at : at + 16], intrinsics[:, at : at + 16], 4, width) for at in cameras]
@@ -246,8 +280,8 @@ def test_examples_run_and_the_second_is_prope():
     query, key = torch.randn(2, *poses.shape[:2], width, dtype=torch.float64)
     wanted = (query[:, :, None] @ transforms).squeeze(2) @ (torch.linalg.inv(transforms) @ key[..., None])[..., 0].mT
     found_query, found_key, _ = example["prope"](*(each[:, None] for each in (query, key, key)), example["frames"])
-    # The layer of axial RoPE has cosines and sines in float32.
-    assert largest_difference((found_query @ found_key.mT)[:, 0], wanted) < 1e-6
+    # Rounding of float64.
+    assert largest_difference((found_query @ found_key.mT)[:, 0], wanted) < 1e-13
 
 
 def test_samples_share_poses():
@@ -321,7 +355,7 @@ def test_compiles_into_one_graph():
 
     def queries(query, poses, intrinsics, known):
         frames = layer.frames(
-            poses, intrinsics=intrinsics, image_size=(192, 256), known=known, patches=grid_positions((2, 2))
+            poses, intrinsics=intrinsics, image_size=(192, 256), known=known, patches=grid_positions((2, 2), "index")
         )
         return layer.undo(query, frames)
 
@@ -440,6 +474,8 @@ def test_states_that_do_not_fit():
     with pytest.raises(ValueError, match="none were given"):
         PoseEmbedding(HEAD_DIM, patch_share=0.5)(*states, random_poses(2, 4))
     layer = PoseEmbedding(HEAD_DIM, patch_share=0.5)
+    with pytest.raises(ValueError, match="coordinates of patches='train_grid'.*accepted are index, train_index"):
+        layer.frames(random_poses(2, 4), patches=grid_positions((2, 2)))
     with pytest.raises(ValueError, match="3 tokens and poses of 4"):
         layer.frames(random_poses(2, 4), patches=torch.rand(3, 2))
     with pytest.raises(ValueError, match="patches of 4 tokens in 3 samples"):
@@ -454,7 +490,7 @@ def test_states_that_do_not_fit():
 def test_frames_of_another_layer(options):
     fixed, poses = torch.eye(4, dtype=torch.float64), random_poses(2, 4)
     other = PoseEmbedding(HEAD_DIM, **options)
-    patches = None if other.rotary is None else grid_positions((2, 2))
+    patches = None if other.rotary is None else grid_positions((2, 2), "index")
     layer, states = PoseEmbedding(HEAD_DIM, patch_share=other.patch_share), random_states(2, 4)
     own, others = (each.frames(poses, reference=fixed, patches=patches) for each in (layer, other))
     name, value = list(options.items())[-1]
