@@ -21,11 +21,10 @@ def grid_steps(train_grid: tuple[int, ...], coordinates: str) -> tuple[float, ..
 
 def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
     """
-    Golden gate RoPE's spectrum (Xiong, jerryxio.ng/posts/nd-rope): plane i
-    of head h rotates with ω_i d_hi, where the ω are `min_frequency` … `max_frequency` in geometric progression after
-    `unrotated_share` of the planes with ω = 0, and the unit vector d of the n-th plane of a layer, n = 1 … heads ·
-    planes, has the direction of Φ⁻¹(n g⁻ᵃ mod 1), a = 1 … A: normal quantiles of the Kronecker sequence of the
-    golden ratio's generalisation g, the root of g^(A+1) = g + 1, so that directions are spread evenly.
+    Golden gate RoPE's spectrum (Xiong, jerryxio.ng/posts/nd-rope): plane i of head h rotates with ω_i d_hi, where the ω
+    are `min_frequency` … `max_frequency` in geometric progression after `unrotated_share` of the planes with ω = 0, and
+    the unit vector d of the n-th plane of a layer, n = 1 … heads · planes, has the direction of Φ⁻¹(n g⁻ᵃ mod 1), a = 1
+    … A: evenly spread normal quantiles of a Kronecker sequence of the golden ratio's generalisation g, g^(A+1) = g + 1.
 
     This is the author's form for any number of axes, as copies of his code have it. For images he has another one,
     which is not here: direction n = 0, 1, … has the angle nπ(√5 − 1)/2. The band depends on the coordinates: copies
@@ -75,10 +74,7 @@ class GoldenGate(Spectrum):
 
     fields = GOLDEN_GATE_FIELDS
     encodings = ("rope_mixed", "liere", "cayley_string", "circulant_string", "liere_product")
-
-    @classmethod
-    def frequencies(cls, config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
-        return golden_gate_frequencies(config, num_axes, layers, heads, planes)
+    frequencies = staticmethod(golden_gate_frequencies)
 
 
 @STARTS.offer("axial")
@@ -97,8 +93,7 @@ class Axial(Spectrum):
     @classmethod
     def frequencies(cls, config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
         frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, heads or 1, planes)
-        train_grid = getattr(config, "train_grid", None)
-        if train_grid is not None:
+        if (train_grid := getattr(config, "train_grid", None)) is not None:
             steps = frequencies.new_tensor(grid_steps(train_grid, config.coordinates))
             frequencies = frequencies / steps.view(-1, 1, 1)
         padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, heads or 1, planes)
@@ -130,9 +125,8 @@ class Axial(Spectrum):
 def heads_obstacle(config) -> str | None:
     """Why heads cannot serve one axis each, where `axial_layout` says so."""
     heads, axes = config.num_attention_heads, config.num_axes
-    if config.axial_layout != "heads" or (
-        heads >= axes and not config.share_heads and config.axial_spectrum != "shared"
-    ):
+    fits = heads >= axes and not config.share_heads and config.axial_spectrum != "shared"
+    if fits or config.axial_layout != "heads":
         return None
     return (
         f"axial_layout='heads' needs a head for each of {axes} axes, share_heads=False and axial_spectrum='full'; here "

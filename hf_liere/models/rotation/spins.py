@@ -7,11 +7,8 @@ import torch
 
 
 def representation(spins: Sequence[int]) -> torch.Tensor:
-    """
-    The direct sum of [`spin_generators`] in the order of `spins`: (3, b, b) with b = Σ (2l + 1), in float64 on the CPU.
-    """
-    blocks = [spin_generators(spin) for spin in spins]
-    return torch.stack([torch.block_diag(*axis) for axis in zip(*blocks)])
+    """Direct sum of [`spin_generators`] in the order of `spins`: (3, b, b), b = Σ (2l + 1), in float64 on the CPU."""
+    return torch.stack([torch.block_diag(*axis) for axis in zip(*map(spin_generators, spins))])
 
 
 def spin_generators(spin: int) -> torch.Tensor:

@@ -1,4 +1,6 @@
 import math
+import operator
+import statistics
 
 import pytest
 import reference
@@ -507,6 +509,32 @@ def test_checkpoints_load_without_the_package(tiny, tmp_path):
             torch.testing.assert_close(model(expected["pixel_values"]).logits, logits, rtol=0, atol=1e-5)
     """
     run_code(code, tmp_path, package=False)
+
+
+@pytest.mark.parametrize("encoding", ["axial_rope", "golden_gate_rope"])
+@torch.no_grad()
+def test_fixed_rotations_are_exact_in_float64(encoding):
+    """Of a layer that was made in float32, used and converted; by formulas in numbers of float64."""
+    rotary = hf_liere.LieRotaryEmbedding(2, 16, 2, position_encoding=encoding).eval()
+    grid = hf_liere.grid_positions((2, 3), "index")
+    rotary.rotations(grid, torch.float64)
+    (rotation,) = rotary.double().rotations(grid, torch.float64)
+    for head in range(2):
+        for token in range(6):
+            place = divmod(token, 3)
+            for plane in range(8):
+                if encoding == "axial_rope":
+                    angle = place[plane // 4] * 100 ** -(plane % 4 / 4)
+                else:
+                    golden = 1.324717957244746  # the root of g³ = g + 1
+                    shares = [(1 + 8 * head + plane) * golden ** -(axis + 1) % 1 for axis in range(2)]
+                    normal = [statistics.NormalDist().inv_cdf(share) for share in shares]
+                    angle = 0.1 * 10 ** (plane / 7) * sum(map(operator.mul, place, normal)) / math.hypot(*normal)
+                found = rotation.cos_sin[0, head % rotation.cos_sin.shape[1], token, plane]
+                wanted = torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
+                # torch's normal quantiles and Python's are each rounded.
+                atol = 1e-15 if encoding == "axial_rope" else 1e-14
+                torch.testing.assert_close(found, wanted, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("encoding", ["axial_rope", "golden_gate_rope"])

@@ -123,6 +123,8 @@ def test_generators_are_exact_to_the_type_of_the_layer(dtype):
         expected = generators[:, column, row].to(dtype).view(3, 1, 1, 1, -1)
         assert torch.equal(rotary.encoding.generators, expected.expand_as(rotary.encoding.generators))
         assert rotary.encoding.generators.dtype == dtype
+        # `double()` has only the rounded values of a layer that was made in float32.
+        assert torch.equal(rotary.double().encoding.generators[0, 0, 0, 0], expected[0].flatten().double())
 
 
 @pytest.mark.parametrize("frozen", [True, False])
