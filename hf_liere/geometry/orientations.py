@@ -9,6 +9,7 @@ which are finite everywhere; at an angle of π, where p and −p are the same or
 import torch
 
 from ..models.fast.dispatch import values_are_unknown
+from ..models.parts import check_name
 from ..models.rotation.exponential import skew
 
 
@@ -102,7 +103,7 @@ def rotation_vector_to_quaternion(vectors: torch.Tensor, order: str) -> torch.Te
     Raises:
         ValueError: if vectors have another shape or type, or are not finite, or for another `order`.
     """
-    _check_order(order)
+    check_name("order", order, REAL_PART)
     _check_values("rotation vectors", vectors, (3,))
     half = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) / 2  # (…, 1)
     imaginary = vectors * (torch.sinc(half / torch.pi) / 2)  # (…, 3)
@@ -131,7 +132,7 @@ def quaternion_to_rotation_vector(quaternions: torch.Tensor, order: str) -> torc
     Raises:
         ValueError: if quaternions have another shape or type, are not finite or zero, or for another `order`.
     """
-    _check_order(order)
+    check_name("order", order, REAL_PART)
     _check_values("quaternions", quaternions, (4,))
     largest = quaternions.detach().abs().amax(-1, keepdim=True)  # (…, 1)
     if not values_are_unknown(quaternions):
@@ -179,11 +180,6 @@ def refuse(name: str, accepted: str, *faults: Fault) -> None:
         f"{name}[{', '.join(map(str, index)) or '…'}] is not {accepted}: {phrase.format(value.tolist())}. "
         f"{int(refused.sum())} of {refused.numel()} are refused."
     )
-
-
-def _check_order(order: str) -> None:
-    if order not in REAL_PART:
-        raise ValueError(f"order={order!r} must be one of {', '.join(map(repr, REAL_PART))}.")
 
 
 def _check_values(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..models.parts import check_name
+
 
 METHODS = ("position_interpolation", "ntk", "yarn", "vision_yarn")
 # Rotations over the trained size between which frequencies change from interpolated to NTK's, and to pretrained ones.
@@ -83,8 +85,7 @@ class FrequencySchedule:
         dype: (λ_s, λ_t) of DyPE, whose code has (2, 2) for `"ntk"` and (1, 2) for `"vision_yarn"`. `None` means no
             dependence on the noise level.
         ramp: (α, β) of `"yarn"`, rotations over the trained size; (1, 32) for language models.
-        attention_factor: Whether YaRN multiplies cos and sin by 0.1 ln s + 1, with the largest s of all axes; in
-            `"vision_yarn"` with that of the axis.
+        attention_factor: Whether YaRN multiplies cos and sin by 0.1 ln s + 1; `"yarn"` with the largest s of all axes.
         layers: The attention modules that are scaled, by index; `None` means all.
 
     Raises:
@@ -99,8 +100,7 @@ class FrequencySchedule:
     layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method!r} must be one of {', '.join(METHODS)}.")
+        check_name("method", self.method, METHODS)
         if any(size is not None and size < 1 for size in self.trained_size):
             raise ValueError(f"trained_size={self.trained_size!r} must contain numbers of tokens from 1, or None.")
         if not 0 <= self.ramp[0] < self.ramp[1]:

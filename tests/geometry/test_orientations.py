@@ -153,8 +153,12 @@ BAD = [
     ),
     (RETURNS["xyzw"][1], torch.tensor([0.0, torch.inf, 0, 0]), "contain 1 values that are not finite"),
     (RETURNS["xyzw"][1], torch.zeros(3), r"shape \(3,\) must be \(…, 4\)"),
-    (lambda values: quaternion_to_rotation_vector(values, "zyxw"), torch.ones(4), "'zyxw' must be one of 'wxyz', 'xy"),
-    (lambda values: rotation_vector_to_quaternion(values, "w"), torch.ones(3), "'w' must be one of 'wxyz', 'xyzw'"),
+    (
+        lambda values: quaternion_to_rotation_vector(values, "zyxw"),
+        torch.ones(4),
+        "order='zyxw'.*; accepted are wxyz, xyzw",
+    ),
+    (lambda values: rotation_vector_to_quaternion(values, "w"), torch.ones(3), "order='w'.*; accepted are wxyz, xyzw"),
 ]
 
 
