@@ -27,11 +27,14 @@ from hf_liere import (
     LieREViTBackbone,
     LieREViTConfig,
     LieREViTForImageClassification,
+    LieRotaryEmbedding,
     PoseEmbedding,
     RotaryPatchConfig,
     grid_positions,
+    matrix_to_rotation_vector,
     patch,
 )
+from hf_liere.models.rotation.spins import representation
 
 
 HEADS, HEAD_DIM = 2, 16
@@ -174,6 +177,25 @@ def test_equals_models_of_gta():
     found = attend(layer, [x[..., order] for x in states], frames)
     # Rounding of float64.
     assert largest_difference(found, expected(states, transforms)[..., order]) < 1e-13
+
+    # With eight more channels that orientations turn, as in one of its models of MSN-Hard.
+    turned = matrix_to_rotation_vector(poses[..., :3, :3])
+    turns = torch.linalg.matrix_exp(torch.einsum("bna,aij->bnij", turned, representation([1, 2])))
+    both = zip(transforms.flatten(0, 1), turns.mT.flatten(0, 1))
+    transforms = torch.stack([torch.block_diag(*pair) for pair in both]).unflatten(0, poses.shape[:2])
+    torch.set_default_dtype(torch.float64)
+    try:
+        spins = LieRotaryEmbedding(HEADS, 8, 3, rotary_init="so3", spins=[1, 2])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    more = [torch.cat([x, torch.randn(*x.shape[:3], 8, dtype=x.dtype)], dim=-1) for x in states]
+    posed = layer(*(x[..., order] for x in more), frames)
+    states = [torch.cat([x, spins.rotate(y[..., HEAD_DIM:], turned)], dim=-1) for x, y in zip(posed, more)]
+    output = F.scaled_dot_product_attention(*states)
+    parts = layer.undo(output[..., :HEAD_DIM], frames), spins.undo(output[..., HEAD_DIM:], turned)
+    # The exponential's polynomial is off by 2e-13.
+    wanted = expected(more, transforms)[..., [*order, *range(HEAD_DIM, HEAD_DIM + 8)]]
+    assert largest_difference(torch.cat(parts, dim=-1), wanted) < 1e-11
 
 
 def test_keys_of_other_tokens():
