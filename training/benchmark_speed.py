@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 
+from hf_liere.models.encoding.registration import import_file
 from training.speed.clocks import CLOCKS
 from training.speed.measurements import BASELINE, Case, Records, growth_cases
 from training.speed.models import SIZES, BenchmarkError, Row, Settings, check_row
@@ -87,6 +88,7 @@ def parse_arguments(arguments: list[str] | None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", choices=ROWS, default="encodings")
     parser.add_argument("--rows", nargs="+", metavar="MODEL", help="models, such as liere64 naive_liere8 (all)")
+    parser.add_argument("--register", action="append", default=[], metavar="FILE", help="registers encodings of yours")
     parser.add_argument("--axes", nargs="+", choices=GROWTH_AXES, default=GROWTH_AXES, help="what grows (everything)")
     parser.add_argument("--folded", action="store_true", help="also models with folded rotations, at inference")
     parser.add_argument("--model_size", choices=SIZES, default="small")
@@ -108,6 +110,11 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--output", type=Path, help="json lines (outputs/speed-<time>.jsonl)")
     parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
     options = parser.parse_args(arguments)
+    try:
+        for file in options.register:
+            import_file(file)
+    except ValueError as error:
+        parser.error(f"--register: {error}")
     options.rounds = options.rounds if options.rounds is not None else 15 if options.table in WHOLE_TABLES else 100
     for name in ("batch_size", "image_size", "patch_size", "rounds"):
         if getattr(options, name) < 1:

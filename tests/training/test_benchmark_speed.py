@@ -147,6 +147,23 @@ def test_table_of_encodings(tmp_path, capsys):
     )
 
 
+def test_an_encoding_of_a_file_is_a_row(tmp_path):
+    """In a process that registers nothing else."""
+    (tmp_path / "turns.py").write_text(
+        "from hf_liere import RotaryEncoding, register_encoding\n\n\n"
+        "@register_encoding\nclass Turns(RotaryEncoding):\n"
+        "    name = 'turns'\n    rotary_inits = ('normal', 'zeros')\n\n"
+        "    def __init__(self, config, num_axes):\n        super().__init__(config, num_axes)\n"
+        "        self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_planes)\n\n"
+        "    def entries(self, device):\n        return self.to_blocks(self.generators)\n"
+    )
+    script, rows = ROOT / "training" / "benchmark_speed.py", ("--rounds", "1", "--rows", "turns4")
+    done = run_python(script, *TINY, *rows, "--register", "turns.py", "--output", "speed.jsonl", cwd=tmp_path)
+    assert "| turns4 |" in done.stdout
+    done = run_python(script, *TINY, *rows, "--register", "absent.py", cwd=tmp_path, status=2)
+    assert "--register: absent.py is no Python file" in done.stderr
+
+
 def test_table_of_epochs_is_the_time_of_its_images(tmp_path, capsys):
     output = tmp_path / "epochs.jsonl"
     arguments = [*TINY, "--table", "epochs", "--rows", "comrope_ld4", "--rounds", "2", "--output", str(output)]

@@ -27,6 +27,7 @@ from hf_liere import (
 from hf_liere.models.encoding.folding import build_rotary_encoding
 from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.transformer.configuration_liere import LieREConfig
+from hf_liere.plain import PLAIN_ENCODINGS
 from training.speed.peers import PEERS
 from training.speed.pseudo_code import NaiveRotation, PlainRotation
 
@@ -37,12 +38,9 @@ SIZES = {
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 UNROTATED = ("absolute", "none")
-ONE_SIZE = tuple(name for name, traits in ENCODINGS.items() if not traits.block_sizes.varies)
-BLOCKWISE = tuple(name for name in ENCODINGS if name not in ONE_SIZE)
 # Encodings of the papers with pseudo-code, LieRE and ComRoPE.
 WITH_PSEUDO_CODE = ("axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
 TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
-ROW_NAME = re.compile(rf"(?:(folded|centred|naive|timm)_)?({'|'.join(UNROTATED + tuple(ENCODINGS))})(\d+)?")
 NUM_LABELS = 1000
 MOST_GRAPHS = 1 << 12
 TUBELET_SIZE = 2
@@ -104,16 +102,20 @@ class Row:
     def parse(cls, name: str) -> "Row":
         if name in PEERS:
             return cls(name, "peer", "none", None)
-        match = ROW_NAME.fullmatch(name)
+        # Read now: a file of the user may have registered an encoding.
+        one_size = tuple(encoding for encoding, traits in ENCODINGS.items() if not traits.block_sizes.varies)
+        blockwise = tuple(encoding for encoding in ENCODINGS if encoding not in one_size)
+        encodings = "|".join((*UNROTATED, *ENCODINGS))
+        match = re.fullmatch(rf"(?:(folded|centred|naive|timm)_)?({encodings})(\d+)?", name)
         if match is None:
             raise BenchmarkError(
-                f"{name!r} is not a model; accepted are {', '.join(UNROTATED + ONE_SIZE)}, {', '.join(BLOCKWISE)} with "
+                f"{name!r} is not a model; accepted are {', '.join(UNROTATED + one_size)}, {', '.join(blockwise)} with "
                 f"or without a block size (liere64), rotating ones after folded_ or centred_, "
                 f"{', '.join(WITH_PSEUDO_CODE)} after naive_, and "
                 f"{', '.join(['timm_' + encoding for encoding in TIMM_MODELS] + list(PEERS))}."
             )
         kind, encoding, size = match[1] or "own", match[2], match[3]
-        if size and encoding not in BLOCKWISE:
+        if size and encoding not in blockwise:
             raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
         taken = {"naive": WITH_PSEUDO_CODE, "timm": TIMM_MODELS}.get(kind, ENCODINGS)
         if kind != "own" and encoding not in taken:
@@ -284,9 +286,10 @@ def rotation_error(settings: Settings, row: Row) -> float | None:
     """
     Largest error of an entry of R(p)ᵀR(p′), which determines attention in any basis. The reference is the papers'
     pseudo-code or `hf_liere.plain`, in float64 with the same generators. Compares two layers, and every token p
-    with one other token p′, for inference in the dtype of `settings`. `None` for models without rotations and timm's.
+    with one other token p′, for inference in the dtype of `settings`. `None` for models without rotations, timm's, and
+    encodings of users, which have no reference.
     """
-    if row.encoding in UNROTATED or row.kind == "timm":
+    if row.encoding not in PLAIN_ENCODINGS or row.kind == "timm":
         return None
     torch.manual_seed(0)
     queries, keys = [], []
