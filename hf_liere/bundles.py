@@ -64,7 +64,7 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
     Args:
         code_file: The name of the file without its end, and of one of the modules in it.
         classes: Names of classes that it contains, that of the configuration first; others are left out.
-        parts: What the configuration needs, see [`saved_code.Parts`].
+        parts: What the configuration needs, see [`parts.Parts`].
 
     Raises:
         ValueError: if two of the modules that it needs use a name for different things, or a part is of a user and not
@@ -72,9 +72,9 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
     """
     parts = list(parts)
     modules, head = read_modules(), HEAD + GUIDE * code_file.startswith("modeling_liere")
-    of_users = {part.__module__: part for part in parts if part.__module__.partition(".")[0] != PACKAGE.name}
-    modules = modules | {name.rpartition(".")[2]: _read_users(part, modules) for name, part in of_users.items()}
     place = {name: module for module, read in modules.items() for names, _ in read.statements for name in names}
+    of_users = {part.__module__: part for part in parts if part.__module__.partition(".")[0] != PACKAGE.name}
+    modules = modules | {name.rpartition(".")[2]: _read_users(part, place) for name, part in of_users.items()}
     needed = [*(place[name] for name in classes if name in place), code_file]
     needed += [part.__module__.rpartition(".")[2] for part in parts]
     siblings = {name: module.siblings for name, module in modules.items()}
@@ -132,8 +132,8 @@ def read_modules() -> dict[str, Module]:
     return {path.stem: _read(path) for path in sorted(MODELS.rglob("*.py")) if path.name != "__init__.py"}
 
 
-def _read_users(part: Any, modules: Mapping[str, Module]) -> Module:
-    """The file of a registered class or function."""
+def _read_users(part: Any, place: Mapping[str, str]) -> Module:
+    """The file of a registered class or function, which imports names from the modules that `place` tells."""
     name, what = part.__module__, f"{part.__qualname__} of {part.__module__}"
     path = getattr(sys.modules.get(name), "__file__", None)
     if name == "__main__" or path is None:
@@ -141,7 +141,6 @@ def _read_users(part: Any, modules: Mapping[str, Module]) -> Module:
             f"{what} cannot be saved with a model, since whoever loads it could not import it; accepted: a class in a "
             "file of its own, such as my_rotations.py, that is imported and registered there."
         )
-    place = {name: module for module, read in modules.items() for names, _ in read.statements for name in names}
     module, known = _read(Path(path)), {"torch", *sys.stdlib_module_names} - {"__future__"}
     ours = {each: text for each, text in module.libraries.items() if text.startswith("from hf_liere")}
     others = {each: text for each, text in module.libraries.items() if each not in ours}
@@ -152,7 +151,7 @@ def _read_users(part: Any, modules: Mapping[str, Module]) -> Module:
             f"{what} cannot be saved with a model: {path} has {', '.join(refused)}; accepted: imports of torch, of "
             "Python's own modules and, without other names for them, of classes and functions from hf_liere."
         )
-    if name.rpartition(".")[2] in modules:
+    if name.rpartition(".")[2] in read_modules():
         raise ValueError(f"{path} has the name of a module of hf_liere; accepted: any other.")
     return module._replace(siblings=[place[each] for each in ours], libraries=others)
 

@@ -8,7 +8,7 @@ from typing import Any
 class Parts(dict):
     """What modules offer by name. Of these, the code of a checkpoint has those that its configuration needs."""
 
-    # Where other names are found. Empty in the package, which has all.
+    # Where other names are found. The package, which has all of ours, names the files of users.
     elsewhere = " in the code of this checkpoint; the package hf_liere has all others: install it, and import hf_liere"
 
     def __init__(self, field: str):

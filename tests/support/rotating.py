@@ -1,10 +1,6 @@
-"""
-Queries and keys rotated by tensors: the kind of rotation follows from their number of dimensions. And the operators
-that run.
-"""
+"""Queries and keys rotated by tensors: the kind of rotation follows from their number of dimensions."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
 
@@ -22,21 +18,3 @@ def rotate_query_key(query, key, rotation):
 
 def rotate(states, rotation):
     return rotate_query_key(states, states, rotation)[0]
-
-
-class Operators(TorchDispatchMode):
-    """
-    Notes the operators that run in this context.
-
-    Attributes:
-        names: Those of this package, one after the other.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "hf_liere":
-            self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))

@@ -87,10 +87,7 @@ def test_the_implementation_of_attention_is_the_flags(parquet, tmp_path):
         train(tmp_path / "fast", *flags, "--attn_implementation", "fast")
 
 
-GENERATORS = "liere.rotary_encoding.generators"
-
-
-def tiny_trainer(tmp_path, factor=1.0, flags=None, **fields):
+def tiny_trainer(tmp_path, factor=1.0, **fields):
     config = LieREViTConfig(
         **{
             "hidden_size": 16,
@@ -108,7 +105,6 @@ def tiny_trainer(tmp_path, factor=1.0, flags=None, **fields):
         do_train=True,
         weight_decay=0.1,
         rotary_learning_rate_factor=factor,
-        **(flags or {}),
     )
     return ClassificationTrainer(LieREViTForImageClassification(config), arguments)
 
