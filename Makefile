@@ -28,7 +28,7 @@ docs: $(READY)
 	@echo "The site is docs/_build/index.html."
 
 gpu: $(READY)
-	$(BIN)/python training/gpu_check.py --minutes 10
+	$(BIN)/python training/evidence/gpu_check.py --minutes 10
 
 # A Space with the page of training/app.py, started as it would be there. CHECKPOINTS are folders or names on the Hub; without
 # them it has the stored models and, if it was run, those of `make demo`.

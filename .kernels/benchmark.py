@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from kernels import get_local_kernel
 
-from training.reporting.markdown import markdown
-from training.speed.clocks import CLOCKS, measure_seconds
-from training.speed.intervals import estimate
+from training.evidence.reporting.markdown import markdown
+from training.evidence.speed.clocks import CLOCKS, measure_seconds
+from training.evidence.speed.intervals import estimate
 
 
 # Block size, and the number of blocks.

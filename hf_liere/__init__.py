@@ -2,7 +2,6 @@
 
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
-from .conversion.upgrades import upgrade_encoding
 from .geometry import pose_attention  # noqa: F401 (registers an attention implementation)
 from .geometry.orientations import (
     matrix_to_rotation_vector,
@@ -34,6 +33,7 @@ from .models.transformer.patch_batches import batch_of_patches
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
 from .patching.guards import install_guards
+from .tools.conversion.upgrades import upgrade_encoding
 from .version import __version__
 
 

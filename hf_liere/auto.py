@@ -9,8 +9,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from . import bundles, foreign_names
-from .libraries import library_of
+from . import bundles
+from .libraries import foreign_names, library_of
 from .models.parts import Parts
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, rotary_config

@@ -18,14 +18,14 @@ from transformers import AutoModelForImageClassification
 
 import hf_liere
 from hf_liere.auto import load_checkpoint
-from hf_liere.cli import UPGRADED_ENCODINGS, main
-from hf_liere.conversion.checkpoints import convert_state_dict
-from hf_liere.conversion.options import OPTIONS
-from hf_liere.conversion.rebuilding import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
+from hf_liere.tools.cli import UPGRADED_ENCODINGS, main
+from hf_liere.tools.conversion.checkpoints import convert_state_dict
+from hf_liere.tools.conversion.options import OPTIONS
+from hf_liere.tools.conversion.rebuilding import LEARNED_ENCODINGS
 from training.common.arguments import ModelArguments
 from training.engine.model_setup import checkpoint_config, resolve_config
-from training.playground.predictions import Classifier, find_checkpoints
+from training.tasks.playground.predictions import Classifier, find_checkpoints
 
 
 def test_convert_writes_what_from_pretrained_reads(tmp_path, capsys):
@@ -292,7 +292,7 @@ def test_a_reader_that_stops_early_is_no_error(arguments):
     # A pipe that nobody reads any more.
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "hf_liere.cli", *arguments]
+    command = [sys.executable, "-m", "hf_liere.tools.cli", *arguments]
     # With a buffer, as in a shell.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
@@ -305,7 +305,9 @@ def test_interrupts_end_in_one_line(tmp_path):
     os.mkfifo(tmp_path / "facts.yaml")
     # Background jobs of a shell ignore SIGINT. A fifo is no file; reading one waits for a writer.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += "from hf_liere import cli; from hf_liere.hub import cards; cards.Path.is_file = lambda path: True; "
+    code += (
+        "from hf_liere.tools import cli; from hf_liere.tools.hub import cards; cards.Path.is_file = lambda path: True; "
+    )
     code += "sys.exit(cli.main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "card", str(tmp_path / "facts.yaml")], stderr=subprocess.PIPE, text=True, cwd=ROOT

@@ -10,9 +10,9 @@ from encoding_cases import IMAGE_CASES, perturb
 from fresh_process import run_python
 
 import hf_liere
-from hf_liere import export
-from hf_liere.cli import main
-from hf_liere.export import ExportError, export_model, run_exported
+from hf_liere.tools import export
+from hf_liere.tools.cli import main
+from hf_liere.tools.export import ExportError, export_model, run_exported
 
 
 # float32 sums in another order; the bound for ONNX Runtime is 1e-4.

@@ -130,7 +130,7 @@ def test_console_script_helps_without_any_extra(installed, tmp_path):
 
 COMMANDS = """
 import contextlib, io, json, sys
-from hf_liere.cli import main
+from hf_liere.tools.cli import main
 
 results = []
 for arguments in json.loads(sys.argv[1]):

@@ -21,10 +21,12 @@ TRAINING = Path(next(iter(training.__path__)))
 FLOORS = (
     {"common", "metrics"},
     {"data"},
-    {"engine", "playground"},
-    {"clip", "detection", "language", "reporting"},
-    {"gpu", "speed"},
+    {"engine", "tasks.playground"},
+    {"tasks.clip", "tasks.detection", "tasks.language", "evidence.reporting"},
+    {"evidence.gpu", "evidence.speed"},
 )
+# Folders of folders: the parts are one below.
+GROUPS = ("evidence", "tasks", "tools")
 # What a checkpoint's code may import beside its siblings; transformers brings huggingface_hub.
 LIBRARIES = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
 
@@ -37,29 +39,26 @@ def imports(path):
             yield "." * node.level + (node.module or "") if node.level else node.module.partition(".")[0]
 
 
+def part_of(names):
+    """The folder, or the file at the root, of a module's names; folders in `GROUPS` are no parts, those in them are."""
+    return ".".join(names[: 2 if names[0] in GROUPS else 1]).removesuffix(".py")
+
+
 def parts_imported(path):
-    """The parts (folders of the package, or files at its root) that a file imports from."""
-    parts = path.relative_to(PACKAGE).parts
-    for name in imports(path):
-        depth = len(name) - len(name.lstrip("."))
-        if depth == len(parts):
-            part = name[depth:].partition(".")[0]
-            # `from . import kernels` in a file at the root names no module.
-            yield from [part] if part else [found for found in names_of(path, depth) if (PACKAGE / found).is_dir()]
-
-
-def names_of(path, level):
+    folder = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == level and node.module is None:
-            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = folder[: len(folder) - node.level + 1]
+            # `from . import kernels` names a folder, or a module beside the file.
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (part_of((*above, *name.split("."))) for name in names)
 
 
 def house():
     """For each part those that it imports from."""
     arrows = {}
     for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).parts
-        part = parts[0] if len(parts) > 1 else path.stem
+        part = part_of(path.relative_to(PACKAGE).parts)
         arrows.setdefault(part, set()).update(set(parts_imported(path)) - {part})
     return arrows
 
@@ -117,12 +116,14 @@ def assert_no_circle(arrows):
 
 def test_training_imports_from_the_floors_below():
     folders = set().union(*FLOORS)
-    assert {path.relative_to(TRAINING).parts[0] for path in TRAINING.glob("*/**/*.py")} == folders
-    for path in TRAINING.rglob("*.py"):
-        part = path.relative_to(TRAINING).parts[0]
+    scripts = {path.relative_to(TRAINING) for folder in (".", "evidence") for path in (TRAINING / folder).glob("*.py")}
+    files = {path.relative_to(TRAINING) for path in TRAINING.rglob("*.py")}
+    assert {part_of(path.parts) for path in files - scripts} == folders
+    for path in files:
+        part = part_of(path.parts)
         floor = next((number for number, names in enumerate(FLOORS) if part in names), len(FLOORS))
-        imported = {name.partition(".")[0] for name in training_imports(path)} - {part}
-        assert imported <= set().union(*FLOORS[:floor]), f"{path.relative_to(TRAINING)}: {sorted(imported)}"
+        imported = {part_of(name.split(".")) for name in training_imports(TRAINING / path)} - {part}
+        assert imported <= set().union(*FLOORS[:floor]), f"{path}: {sorted(imported)}"
 
 
 def training_imports(path):
@@ -176,3 +177,13 @@ def test_import_needs_no_training_library():
         "; print(sorted(new & {'accelerate', 'datasets', 'evaluate', 'matplotlib', 'timm', 'av', 'peft'}))"
     )
     assert run_python("-c", code).stdout.strip() == "[]"
+
+
+def test_old_import_paths_lead_to_the_same_modules():
+    code = (
+        "import hf_liere.tools.hub.cards, hf_liere.hub.cards, hf_liere.tools.export; from hf_liere import export"
+        "; assert hf_liere.hub.cards is hf_liere.tools.hub.cards and export is hf_liere.tools.export"
+        "; assert export.__spec__.name == 'hf_liere.tools.export'"
+    )
+    said = run_python("-c", code).stderr
+    assert "FutureWarning: hf_liere.hub.cards has moved to hf_liere.tools.hub.cards" in said, said

@@ -9,8 +9,8 @@ import torch
 from encoding_cases import ENCODINGS, GRID_CONVENTIONS, OWN_PLAIN, block_size, on_axes
 
 import hf_liere
-from hf_liere.cli import main
 from hf_liere.plain import PLAIN_ENCODINGS, grid_positions
+from hf_liere.tools.cli import main
 
 
 def start_cases():

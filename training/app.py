@@ -19,9 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
-from training.playground.page import CSS, App, build, theme
-from training.playground.pictures import MAX_MEGABYTES
-from training.playground.predictions import find_checkpoints
+from training.tasks.playground.page import CSS, App, build, theme
+from training.tasks.playground.pictures import MAX_MEGABYTES
+from training.tasks.playground.predictions import find_checkpoints
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoints = find_checkpoints(options.checkpoints)
         if options.write_space is not None:
             # Imported here because the module is not part of a Space.
-            from training.playground.space import write_space
+            from training.tasks.playground.space import write_space
 
             print(write_space(options.write_space, checkpoints))
             return

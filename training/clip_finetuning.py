@@ -25,12 +25,12 @@ from typing import Any
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
-from training.clip.comparison import Comparison
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.command_line import parse_arguments
 from training.engine.patching import PatchArguments
 from training.engine.runs import start
+from training.tasks.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
+from training.tasks.clip.comparison import Comparison
 
 
 ARGUMENT_CLASSES = (

@@ -31,8 +31,8 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.utils.logging import disable_progress_bar
 
 import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
-from hf_liere.hub.checked_facts import RESULTS_FILE
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.hub.checked_facts import RESULTS_FILE
 from training.common.records import CONFIG_FILE, WEIGHTS_FILE
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
 from training.engine.saving import last_complete_checkpoint

@@ -36,7 +36,7 @@ from training.data.texts import TextDataArguments, TokenBlocks, collate_blocks, 
 from training.engine.model_setup import check_checkpoint_keys
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.trainer import ranks_and_losses
-from training.language.arguments import (
+from training.tasks.language.arguments import (
     LanguageModelArguments,
     LanguagePatchArguments,
     LanguageTrainingArguments,
@@ -45,7 +45,7 @@ from training.language.arguments import (
     resolve_patch,
     resolve_tokenizer,
 )
-from training.language.models import LanguageMetrics, LanguageTrainer, build_model
+from training.tasks.language.models import LanguageMetrics, LanguageTrainer, build_model
 
 
 ARGUMENT_CLASSES = (LanguageModelArguments, LanguagePatchArguments, TextDataArguments, LanguageTrainingArguments)

@@ -25,10 +25,10 @@ from training.common.arguments import ModelArguments, RunArguments
 from training.common.command_line import parse_arguments
 from training.data.detection_data import DetectionCollator, DetectionDataArguments, DetectionExamples, load_detections
 from training.data.sources import DataRequest, take_fraction
-from training.detection.detection_trainer import CocoMetrics, DetectionTrainer
-from training.detection.detectors import DetectorArguments, build_config, build_detector, load_backbone
 from training.engine.model_setup import resolve_image_size, resolve_processor
 from training.engine.runs import prepare_output_dir, run, start
+from training.tasks.detection.detection_trainer import CocoMetrics, DetectionTrainer
+from training.tasks.detection.detectors import DetectorArguments, build_config, build_detector, load_backbone
 
 
 ARGUMENT_CLASSES = (ModelArguments, DetectorArguments, DetectionDataArguments, RunArguments)

@@ -4,6 +4,6 @@ are computed quickly), `probing` (what other models rotate), `rotation` (R(p) an
 `encoding` (generators, positions), `transformer` (our models; start there with `modeling_liere.py`) and `patched`
 (rotations in models of transformers).
 
-A checkpoint gets one file of it, which `hf_liere/bundles.py` makes of the modules that its configuration needs, and
-`saved_code.py` writes.
+A checkpoint gets one file of it, which `hf_liere/bundles.py` makes of the modules that its configuration needs,
+and `saved_code.py` writes.
 """

@@ -14,14 +14,14 @@ from hub_client import client
 from safetensors.torch import save_file
 
 import hf_liere
-from hf_liere.cli import main
-from hf_liere.conversion.base import ConversionError
-from hf_liere.conversion.checkpoints import convert_state_dict, require_options
-from hf_liere.conversion.reading import read_checkpoint
-from hf_liere.convert import convert_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.cli import main
+from hf_liere.tools.conversion.base import ConversionError
+from hf_liere.tools.conversion.checkpoints import convert_state_dict, require_options
+from hf_liere.tools.conversion.reading import read_checkpoint
+from hf_liere.tools.convert import convert_checkpoint
 
 
 # Two layers in float32, on logits of the order of one.
@@ -474,16 +474,12 @@ def test_a_repository_is_converted_as_its_authors_publish_it(hub, storage, kind,
         assert processor["image_mean"] == [0.4, 0.5, 0.6]
 
 
-def test_the_list_names_repositories_with_options_that_are_taken(capsys):
-    assert main(["convert", "--list"]) == 0
-    printed = capsys.readouterr().out
-    commands = re.findall(r"^(naver-ai/\S+SIZE\S+)((?: +--\w+ \w+)*)", printed, re.MULTILINE)
-    assert len(commands) == 5
-    for name, given in commands:
+def test_the_page_names_repositories_with_options_that_are_taken():
+    page = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(naver-ai/\S+SIZE\S+)` \| (?:`(.*)`)? ?\|", page, re.MULTILINE)
+    assert len(rows) == 5
+    for name, given in rows:
         options = dict(re.findall(r"--(\w+) (\w+)", given))
         # Tensor names determine the kind where there are frequencies.
         assert ("mixed" in name) == ("source" not in options) and options.pop("source", "naver") == "naver"
         require_options("naver", options)
-    assert "SophieOstmeier/liere-checkpoints" in printed and "none of these files was downloaded" in printed
-    assert main(["convert", "owner/name"]) == 1
-    assert "a checkpoint and the directory to write, or --list" in capsys.readouterr().err

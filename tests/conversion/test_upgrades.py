@@ -8,10 +8,10 @@ import transformers
 
 import hf_liere
 from hf_liere import upgrade_encoding
-from hf_liere.cli import main
-from hf_liere.conversion.base import ConversionError
-from hf_liere.conversion.rebuilding import resize_input
-from hf_liere.inspection.encodings import generator_matrices
+from hf_liere.tools.cli import main
+from hf_liere.tools.conversion.base import ConversionError
+from hf_liere.tools.conversion.rebuilding import resize_input
+from hf_liere.tools.inspection.encodings import generator_matrices
 
 
 # The same function in another order of float32 operations.

@@ -30,9 +30,9 @@ from pages import PAGES, SITE, blocks, commands, find_blocks, name, write_files
 from training_helpers import write_images_folder, write_parquet
 
 import hf_liere
-import training.evaluate_sweep as sweeps
-from hf_liere.cli import PARSER, main
+import training.evidence.evaluate_sweep as sweeps
 from hf_liere.models.encoding.kinds import CONVENTIONS, ENCODINGS, STARTS
+from hf_liere.tools.cli import PARSER, main
 from training.common.command_line import parse_arguments
 from training.demo import save_puzzles
 

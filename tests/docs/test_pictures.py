@@ -12,8 +12,8 @@ import torch
 from checkout import ROOT
 from PIL import Image
 
-from hf_liere.inspection.plots import THEMES
-from training import pictures
+from hf_liere.tools.inspection.plots import THEMES
+from training.evidence import pictures
 
 
 FIGURES = ROOT / "training" / "figures"

@@ -24,8 +24,8 @@ RECORDS = (
     *CHECKPOINTS,
     *(TRAINING / "data" / f"{task}.py" for task in ("arrows", "bodies", "pointers", "poses")),
 )
-PAPERS = yaml.safe_load((TRAINING / "paper_results.yaml").read_text(encoding="utf-8"))
-EXPERIMENTS = yaml.safe_load((TRAINING / "paper_experiments.yaml").read_text(encoding="utf-8"))
+PAPERS = yaml.safe_load((TRAINING / "evidence" / "paper_results.yaml").read_text(encoding="utf-8"))
+EXPERIMENTS = yaml.safe_load((TRAINING / "evidence" / "paper_experiments.yaml").read_text(encoding="utf-8"))
 CARDS = sorted((ROOT / "model_cards").glob("*.yaml"))
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?"
 SEVERAL = rf"({NUMBER}(?:(?:,? (?:–|and|to|or) |, ){NUMBER})*)"

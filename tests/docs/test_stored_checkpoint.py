@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import hf_liere
-from hf_liere.hub.staging import stage
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.hub.staging import stage
 from training.data.arrows import LABELS, Arrows
 
 

@@ -3,8 +3,8 @@
 import pytest
 from published_models import CARD, save_models
 
-from hf_liere.hub.staging import stage
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.hub.staging import stage
 
 
 @pytest.fixture(scope="session")

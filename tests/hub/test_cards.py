@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
 import hf_liere
-from hf_liere.cli import main
-from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render_card
-from hf_liere.hub.checked_facts import facts_of_run, is_describable
-from hf_liere.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
-from hf_liere.hub.publishing import publish, push
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.cli import main
+from hf_liere.tools.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render_card
+from hf_liere.tools.hub.checked_facts import facts_of_run, is_describable
+from hf_liere.tools.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
+from hf_liere.tools.hub.publishing import publish, push
 
 
 FACTS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "common")

@@ -23,15 +23,15 @@ from transformers import (
 )
 
 import hf_liere
-from hf_liere.cli import main
-from hf_liere.convert import convert_checkpoint
-from hf_liere.hub.cards import push_card, render_card
-from hf_liere.hub.checked_facts import facts_of_run
-from hf_liere.hub.publishing import check_reload, publish, push
-from hf_liere.hub.pulling import pull
-from hf_liere.hub.staging import load_complete
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.cli import main
+from hf_liere.tools.convert import convert_checkpoint
+from hf_liere.tools.hub.cards import push_card, render_card
+from hf_liere.tools.hub.checked_facts import facts_of_run
+from hf_liere.tools.hub.publishing import check_reload, publish, push
+from hf_liere.tools.hub.pulling import pull
+from hf_liere.tools.hub.staging import load_complete
 
 
 @pytest.mark.slow

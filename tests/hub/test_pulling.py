@@ -5,9 +5,9 @@ from hub_client import OTHER, READ, WRITE, client
 from huggingface_hub import HfApi, constants
 
 from hf_liere.errors import InputError
-from hf_liere.hub.publishing import publish
-from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError, UnreachableError
+from hf_liere.tools.hub.publishing import publish
+from hf_liere.tools.hub.pulling import pull
 
 
 WEIGHTS = bytes(range(256)) * 400

@@ -8,11 +8,11 @@ from hub_client import client, history, start
 from published_models import CARD
 from safetensors.torch import load_file
 
-from hf_liere.hub.cards import Card
-from hf_liere.hub.publishing import ConcurrentCommitError, publish, push
-from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.hub.cards import Card
+from hf_liere.tools.hub.publishing import ConcurrentCommitError, publish, push
+from hf_liere.tools.hub.pulling import pull
 
 
 COMMIT = "POST .*/commit/"
@@ -163,7 +163,16 @@ def test_two_processes_at_once(saved, hub, tmp_path):
     processes = []
     for home, kind in zip(homes, ("image", "backbone")):
         home.mkdir()
-        command = ["-m", "hf_liere.cli", "push", str(saved[kind]), "tester/model", "--no_reload", "--message", kind]
+        command = [
+            "-m",
+            "hf_liere.tools.cli",
+            "push",
+            str(saved[kind]),
+            "tester/model",
+            "--no_reload",
+            "--message",
+            kind,
+        ]
         processes.append(start(command, hub, home))
     results = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert sorted(code for *_, code in results) == [0, 1], results

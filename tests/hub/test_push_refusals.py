@@ -12,13 +12,13 @@ from huggingface_hub import HfApi
 from published_models import CARD
 from safetensors.torch import load_file, save_file
 
-from hf_liere.cli import main
-from hf_liere.hub.cards import Card
-from hf_liere.hub.publishing import publish, push
-from hf_liere.hub.secrets import find_named_secret, readings
-from hf_liere.hub.staging import load_complete, refuse_private
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.cli import main
+from hf_liere.tools.hub.cards import Card
+from hf_liere.tools.hub.publishing import publish, push
+from hf_liere.tools.hub.secrets import find_named_secret, readings
+from hf_liere.tools.hub.staging import load_complete, refuse_private
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_tokens_stay_out_of_logs_and_errors(saved, hub, tmp_path):
     hub.tokens[token[:-1] + "R"] = ("tester", "read")
     code = f"""
         import os
-        from hf_liere.cli import main
+        from hf_liere.tools.cli import main
         for last in "0Rx":
             os.environ["HF_TOKEN"] = os.environ["HF_TOKEN"][:-1] + last
             print("status", main(["push", {str(saved["image"])!r}, "tester/model", "--no_reload"]))

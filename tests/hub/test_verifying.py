@@ -10,11 +10,11 @@ from hub_client import OTHER, WRITE, client
 from transformers import AutoModelForImageClassification
 
 import hf_liere
-from hf_liere.cli import main
-from hf_liere.hub.publishing import publish, push, verify
-from hf_liere.hub.staging import stage
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel, weights_digest
+from hf_liere.tools.cli import main
+from hf_liere.tools.hub.publishing import publish, push, verify
+from hf_liere.tools.hub.staging import stage
 
 
 def test_the_digest_of_weights_does_not_depend_on_files(saved, tmp_path):

@@ -1,4 +1,4 @@
-"""What `hf_liere.inspection.analysis` measures, against numbers made by hand."""
+"""What `hf_liere.tools.inspection.analysis` measures, against numbers made by hand."""
 
 import itertools
 import json
@@ -14,7 +14,9 @@ from encoding_cases import COMMUTING, ENCODINGS, PRODUCTS, perturb
 from encoding_cases import fields as encoding_fields
 
 import hf_liere
-from hf_liere.inspection.analysis import (
+from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.plain.lie_rotary import rotations
+from hf_liere.tools.inspection.analysis import (
     analyse,
     attention_distances,
     attention_maps,
@@ -22,9 +24,9 @@ from hf_liere.inspection.analysis import (
     output_change,
     vision_tower,
 )
-from hf_liere.inspection.attention import equal_patches, overlay
-from hf_liere.inspection.costs import count_cost
-from hf_liere.inspection.encodings import (
+from hf_liere.tools.inspection.attention import equal_patches, overlay
+from hf_liere.tools.inspection.costs import count_cost
+from hf_liere.tools.inspection.encodings import (
     angle_statistics,
     commutators,
     generator_matrices,
@@ -33,8 +35,6 @@ from hf_liere.inspection.encodings import (
     relativity_error,
     rotary_encoding,
 )
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.plain.lie_rotary import rotations
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from inspection_pages import Page, picture, save
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.cli import main
-from hf_liere.inspection.analysis import analyse
-from hf_liere.inspection.comparison import compare
+from hf_liere.tools.cli import main
+from hf_liere.tools.inspection.analysis import analyse
+from hf_liere.tools.inspection.comparison import compare
 
 
 NAMES = ("one", "other")

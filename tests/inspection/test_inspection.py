@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
 
 import hf_liere
-from hf_liere.cli import main
-from hf_liere.inspection.analysis import analyse, attention_maps
-from hf_liere.inspection.inputs import Preparation, Sample, read_samples
+from hf_liere.tools.cli import main
+from hf_liere.tools.inspection.analysis import analyse, attention_maps
+from hf_liere.tools.inspection.inputs import Preparation, Sample, read_samples
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def inspected(tmp_path_factory):
     model = hf_liere.LieREViTForImageClassification(config).eval()
     save(model, folder / "model")
     arguments = ["inspect", folder / "model", "--image", picture(folder / "a.png"), "--output", folder / "report"]
-    process = run_python("-m", "hf_liere.cli", *arguments)
+    process = run_python("-m", "hf_liere.tools.cli", *arguments)
     assert "attention" in process.stderr and str(folder / "report" / "report.html") in process.stdout
     return model, folder
 
@@ -251,10 +251,10 @@ def test_a_report_is_complete_or_absent(tiny, tmp_path, error):
     program = {
         "limit": "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))",
-        "interrupt": "import hf_liere.inspection.report as report; "
+        "interrupt": "import hf_liere.tools.inspection.report as report; "
         "report.render_report = lambda *arguments: __import__('signal').raise_signal(2)",
     }[error]
-    program += "; import sys; from hf_liere.cli import main; sys.exit(main(sys.argv[1:]))"
+    program += "; import sys; from hf_liere.tools.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "inspect", folder, "--output", tmp_path / "out" / "r"]
     process = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert process.returncode != 0
@@ -297,7 +297,7 @@ def test_samples_of_a_table(tmp_path):
 
 def test_mosaic():
     """Three blocks of 2 in a tile of 2 × 2 places, layers down, heads across, nothing between blocks."""
-    inspection_plots = pytest.importorskip("hf_liere.inspection.plots")
+    inspection_plots = pytest.importorskip("hf_liere.tools.inspection.plots")
     matrices = torch.arange(1, 2 * 2 * 3 * 4 + 1, dtype=torch.float32).view(2, 2, 3, 2, 2)
     picture, tile = inspection_plots.mosaic(matrices)
     assert tile == (7, 7) and picture.shape == (14, 14)

@@ -12,11 +12,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
-from hf_liere.cli import main
-from hf_liere.inspection.attention import attention_maps, vision_tower
-from hf_liere.inspection.inputs import Preparation, read_file
-from hf_liere.inspection.prediction import prepare
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
+from hf_liere.tools.cli import main
+from hf_liere.tools.inspection.attention import attention_maps, vision_tower
+from hf_liere.tools.inspection.inputs import Preparation, read_file
+from hf_liere.tools.inspection.prediction import prepare
 
 
 NAMES = {0: "cat", 1: "dog", 2: "hen"}
@@ -124,7 +124,7 @@ def test_probabilities_are_those_of_processor_and_model(name, pictures, tmp_path
 def test_a_process_prints_lines_and_draws_attention(pictures, tmp_path):
     folder = save(ours(), transformers.ViTImageProcessor(**SQUARE), tmp_path / "model")
     options = ["--top_k", 2, "--attention", tmp_path / "looks.png"]
-    process = run_python("-m", "hf_liere.cli", "predict", folder, *pictures, *options)
+    process = run_python("-m", "hf_liere.tools.cli", "predict", folder, *pictures, *options)
     lines = []
     for path in pictures:
         scores, indices = expected(folder, path).topk(2)
@@ -142,7 +142,7 @@ def test_a_process_prints_lines_and_draws_attention(pictures, tmp_path):
 @pytest.mark.parametrize("name", ["ours", "CLIP, cropped", "ours in native sizes"])
 def test_attention_lies_over_what_the_model_saw(name, pictures, tmp_path):
     """After resizing and cropping, which is what the processor makes without its normalisation."""
-    from hf_liere.inspection.plots import attention_rows
+    from hf_liere.tools.inspection.plots import attention_rows
 
     model, processor = CASES[name]
     model, processor = widen(model()).eval(), processor()

@@ -9,16 +9,16 @@ from hub_client import WRITE
 from huggingface_hub import ModelCard, hf_api
 
 from hf_liere import is_patched, patch, rotary_parameters, save_rotary, unpatch
-from hf_liere.cli import main
-from hf_liere.hub.cards import push_card
-from hf_liere.hub.publishing import publish
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.cli import main
+from hf_liere.tools.hub.cards import push_card
+from hf_liere.tools.hub.publishing import publish
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, run  # noqa: E402
 
-from hf_liere.rope_check.diffusion_models import find_diffusion_rotations  # noqa: E402
+from hf_liere.tools.rope_check.diffusion_models import find_diffusion_rotations  # noqa: E402
 
 
 FLUX = BY_NAME["FluxTransformer2DModel"]

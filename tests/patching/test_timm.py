@@ -35,12 +35,12 @@ from hf_liere import (
     save_rotary,
     unpatch,
 )
-from hf_liere.cli import main
-from hf_liere.hub.cards import push_card
 from hf_liere.libraries.timm_patch import EMBEDDINGS
 from hf_liere.libraries.timm_rope import SPECTRA
 from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.cli import main
+from hf_liere.tools.hub.cards import push_card
 
 
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)

@@ -11,10 +11,10 @@ import training_helpers  # noqa: F401 (makes training importable)
 from PIL import Image
 
 import hf_liere
-from hf_liere.cli import main
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 from hf_liere.reading.clips import FrameReader
 from hf_liere.reading.files import UnreadableError
+from hf_liere.tools.cli import main
 from training.data.clips import ClipReader
 from training.data.sources import DataRequest
 from training.data.video_data import VideoDataArguments, load_clips

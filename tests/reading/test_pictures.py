@@ -8,16 +8,16 @@ import pytest
 import training_helpers  # noqa: F401 (makes training importable)
 from PIL import Image
 
-from hf_liere.inspection.inputs import InspectionError, read_file, read_samples
 from hf_liere.reading.clips import FrameReader
 from hf_liere.reading.files import UnreadableError
 from hf_liere.reading.pictures import read_picture
+from hf_liere.tools.inspection.inputs import InspectionError, read_file, read_samples
 from training.common.arguments import DataArguments
 from training.data.augmentation import EvaluationImages, EvaluationView
 from training.data.detection_data import DetectionDataArguments, DetectionExamples, load_detections
 from training.data.images import DecodedImages, load_images
 from training.data.sources import DataRequest
-from training.playground.pictures import open_picture
+from training.tasks.playground.pictures import open_picture
 
 
 ORIENTATION = 0x0112

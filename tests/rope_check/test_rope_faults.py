@@ -10,7 +10,7 @@ from rope_engine import Engine, answer
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from hf_liere.cli import main
+from hf_liere.tools.cli import main
 
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16

@@ -11,10 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTRopePositionEmbedding
 
 from hf_liere import patch
-from hf_liere.cli import main
-from hf_liere.rope_check.measurement import find_cache_faults, measure
-from hf_liere.rope_check.reading import find_rotations
-from hf_liere.rope_check.spectrum import compute_spectrum, read_law
+from hf_liere.tools.cli import main
+from hf_liere.tools.rope_check.measurement import find_cache_faults, measure
+from hf_liere.tools.rope_check.reading import find_rotations
+from hf_liere.tools.rope_check.spectrum import compute_spectrum, read_law
 
 
 DIM = 64

@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from slow_cases import slow_except
 
-from hf_liere.cli import main
-from hf_liere.rope_check.vectors import read_vectors
+from hf_liere.tools.cli import main
+from hf_liere.tools.rope_check.vectors import read_vectors
 
 
 SIZES = {

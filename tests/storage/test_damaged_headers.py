@@ -11,9 +11,9 @@ from transformers import ViTConfig, ViTModel
 
 from hf_liere import load_rotary
 from hf_liere.auto import load_checkpoint
-from hf_liere.conversion.reading import read_checkpoint
 from hf_liere.patching.peft_adapters import restore_rotations
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.conversion.reading import read_checkpoint
 
 
 STORED = TESTS / "checkpoints" / "format_1"

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from training import benchmark_speed
+from training.evidence import benchmark_speed
 
 
 TINY = "--model_size tiny --num_hidden_layers 2 --image_size 32 --batch_size 1 --warmup 1 --device cpu".split()

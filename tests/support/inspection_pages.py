@@ -6,7 +6,7 @@ import numpy as np
 import transformers
 from PIL import Image
 
-from hf_liere.inspection.report import environment
+from hf_liere.tools.inspection.report import environment
 
 
 VOID = {"br", "img", "link", "meta", "source"}

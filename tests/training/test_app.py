@@ -22,14 +22,14 @@ from browser import console_errors
 from checkout import ROOT
 from PIL import Image
 
-from training.playground import pictures
-from training.playground.predictions import Classifiers, attention_pictures, find_checkpoints
+from training.tasks.playground import pictures
+from training.tasks.playground.predictions import Classifiers, attention_pictures, find_checkpoints
 
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
 from training.app import main
-from training.playground.page import App, build
+from training.tasks.playground.page import App, build
 
 
 @pytest.fixture(scope="module")

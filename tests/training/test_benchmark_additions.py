@@ -10,13 +10,13 @@ from benchmark_cases import TINY, add_shares, read, settings
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_liere
-from hf_liere.inspection.costs import count_cost
-from training import benchmark_speed
-from training.speed import measurements, runner, tables
-from training.speed.additions import Addition, States
-from training.speed.intervals import estimate
-from training.speed.limits import Work, needed_work
-from training.speed.models import (
+from hf_liere.tools.inspection.costs import count_cost
+from training.evidence import benchmark_speed
+from training.evidence.speed import measurements, runner, tables
+from training.evidence.speed.additions import Addition, States
+from training.evidence.speed.intervals import estimate
+from training.evidence.speed.limits import Work, needed_work
+from training.evidence.speed.models import (
     BenchmarkError,
     Row,
     build_model,
@@ -24,7 +24,7 @@ from training.speed.models import (
     compile_function,
     register_attention,
 )
-from training.speed.peers import PEERS, PeerEncoding
+from training.evidence.speed.peers import PEERS, PeerEncoding
 
 
 ROWS = ("axial_rope", "rope_mixed", "comrope_ap8", "comrope_ld8", "liere8")

@@ -15,14 +15,14 @@ from encoding_cases import block_size
 from fresh_process import run_python
 
 from hf_liere.models.encoding.positions import TokenPositions
-from training import benchmark_speed
-from training.speed import measurements, runner, tables
-from training.speed import models as benchmark_models
-from training.speed.models import Row
-from training.speed.pseudo_code import NaiveRotation
+from training.evidence import benchmark_speed
+from training.evidence.speed import measurements, runner, tables
+from training.evidence.speed import models as benchmark_models
+from training.evidence.speed.models import Row
+from training.evidence.speed.pseudo_code import NaiveRotation
 
 
-SCRIPT = str(ROOT / "training" / "benchmark_speed.py")
+SCRIPT = str(ROOT / "training" / "evidence" / "benchmark_speed.py")
 
 
 @pytest.mark.parametrize("encoding", ["axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"])
@@ -157,7 +157,7 @@ def test_an_encoding_of_a_file_is_a_row(tmp_path):
         "        self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_planes)\n\n"
         "    def entries(self, device):\n        return self.to_blocks(self.generators)\n"
     )
-    script, rows = ROOT / "training" / "benchmark_speed.py", ("--rounds", "1", "--rows", "turns4")
+    script, rows = ROOT / "training" / "evidence" / "benchmark_speed.py", ("--rounds", "1", "--rows", "turns4")
     done = run_python(script, *TINY, *rows, "--register", "turns.py", "--output", "speed.jsonl", cwd=tmp_path)
     assert "| turns4 |" in done.stdout
     done = run_python(script, *TINY, *rows, "--register", "absent.py", cwd=tmp_path, status=2)

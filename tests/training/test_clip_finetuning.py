@@ -16,11 +16,11 @@ from training_helpers import assert_same_weights, run_script_twice, small_clip, 
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
-from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
 from training.clip_finetuning import main
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.command_line import parse_arguments
 from training.engine.patching import PatchArguments
+from training.tasks.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"

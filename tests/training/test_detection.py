@@ -39,7 +39,7 @@ from training.data.detection_data import (
     write_shapes,
 )
 from training.data.sources import PARTS, DataRequest
-from training.detection.detection_trainer import CocoMetrics, best_detections
+from training.tasks.detection.detection_trainer import CocoMetrics, best_detections
 
 
 TINY_DETECTOR = "--d_model 32 --encoder_layers 1 --decoder_layers 2 --detector_ffn_dim 16 --detector_heads 2".split()

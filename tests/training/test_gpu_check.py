@@ -1,4 +1,4 @@
-"""training/gpu_check.py on the CPU: its sections run with small models, and a report survives what ends them."""
+"""evidence/gpu_check.py on the CPU: its sections run with small models, and a report survives what ends them."""
 
 import re
 import signal
@@ -13,15 +13,15 @@ from checkout import ROOT
 from fresh_process import run_python
 
 from hf_liere.errors import InputError
-from training import gpu_check
-from training.gpu.models import Settings
-from training.gpu.processes import run_section
-from training.gpu.report import Report, Section, heading, remove_secrets
-from training.gpu.sections import DESTINATIONS, SECTIONS
+from training.evidence import gpu_check
+from training.evidence.gpu.models import Settings
+from training.evidence.gpu.processes import run_section
+from training.evidence.gpu.report import Report, Section, heading, remove_secrets
+from training.evidence.gpu.sections import DESTINATIONS, SECTIONS
 
 
 SETTINGS = Settings("cpu", quick=True)
-COMMAND = [str(ROOT / "training" / "gpu_check.py"), "--device", "cpu", "--output"]
+COMMAND = [str(ROOT / "training" / "evidence" / "gpu_check.py"), "--device", "cpu", "--output"]
 
 
 def outcomes(path):

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from training_helpers import run_script_twice
 
 from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
-from training import evaluate_sweep, report
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.texts import TextDataArguments, TokenBlocks, TokenStream, byte_tokenizer, collate_blocks, load_texts
+from training.evidence import evaluate_sweep, report
+from training.evidence.reporting import result_lines
 from training.language_modeling import main
-from training.reporting import result_lines
 
 
 SCRIPT = ROOT / "training" / "language_modeling.py"

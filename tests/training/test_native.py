@@ -15,8 +15,8 @@ from training_helpers import TINY_RUN, assert_same_weights, main, train, train_w
 from transformers import AutoImageProcessor, AutoModelForImageClassification, Siglip2ImageProcessor, pipeline
 
 import hf_liere
-from hf_liere.hub.cards import push_card
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.hub.cards import push_card
 from training.common.arguments import AugmentationArguments, InputError
 from training.data.augmentation import Augmentation
 from training.data.native_sizes import NativeSize, PatchCollator

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from training import paper_tables
+from training.evidence import paper_tables
 
 
 def test_table_8_agrees_in_all_cells_but_two():

@@ -23,14 +23,14 @@ from transformers import (
 
 import hf_liere
 from hf_liere import LieREViTConfig, RotaryPatchConfig, complete_model, patch
-from hf_liere.hub.publishing import publish
-from hf_liere.inspection.analysis import attention_maps
 from hf_liere.storage.client import HubError
+from hf_liere.tools.hub.publishing import publish
+from hf_liere.tools.inspection.analysis import attention_maps
 from training.common.arguments import InputError
 from training.data.arrows import LABELS, Arrows
-from training.playground import pictures
-from training.playground.predictions import Classifiers, attention_pictures, find_checkpoints, image_sizes
-from training.playground.space import write_space
+from training.tasks.playground import pictures
+from training.tasks.playground.predictions import Classifiers, attention_pictures, find_checkpoints, image_sizes
+from training.tasks.playground.space import write_space
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_simultaneous_answers_do_not_disturb_each_other(checkpoints):
 
 
 def test_checkpoints_that_are_none_are_refused_by_name(tmp_path, folder, monkeypatch, caplog):
-    monkeypatch.setattr("training.playground.predictions.DEMO_CHECKPOINTS", ROOT / "outputs" / "of nobody")
+    monkeypatch.setattr("training.tasks.playground.predictions.DEMO_CHECKPOINTS", ROOT / "outputs" / "of nobody")
     arrows, *others = find_checkpoints()
     assert arrows.name == "arrows_liere8" and arrows.solves_puzzles
     assert {each.name: len(each.class_names) for each in others} == {"cifar100_liere8": 100}

@@ -24,9 +24,9 @@ from training_helpers import (
     write_parquet,
 )
 
-from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.hub.pulling import pull
 from training.common.arguments import InputError
 from training.engine.pushing import warn_of_other_settings
 from training.engine.trainer import ClassificationTrainer

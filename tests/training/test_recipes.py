@@ -19,15 +19,15 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 import hf_liere
 from hf_liere import RotaryPatchConfig, cli
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from training import benchmark_speed
-from training.clip.comparison import Comparison
 from training.common.arguments import InputError, architecture_fields
 from training.common.command_line import parse_arguments, to_flags
 from training.data.augmentation import IGNORED_LABEL
-from training.detection import detectors
 from training.engine.model_setup import SIZE_FIELDS, resolve_config, resolve_image_size
 from training.engine.trainer import ClassificationTrainer
-from training.reporting import sweeps
+from training.evidence import benchmark_speed
+from training.evidence.reporting import sweeps
+from training.tasks.clip.comparison import Comparison
+from training.tasks.detection import detectors
 
 
 RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}
@@ -389,13 +389,13 @@ def test_every_sweep_has_results_of_its_small_version_or_a_reason():
     assert reasons | stored == {path.stem for path in SWEEPS}
 
 
-EXPERIMENTS = yaml.safe_load((ROOT / "training" / "paper_experiments.yaml").read_text(encoding="utf-8"))
+EXPERIMENTS = yaml.safe_load((ROOT / "training" / "evidence" / "paper_experiments.yaml").read_text(encoding="utf-8"))
 # The sweeps and recipes of the papers; others are of this repository alone.
 PAPER_SWEEPS = {
     name for entries in EXPERIMENTS.values() for entry in entries.values() for name in entry.get("sweeps", [])
 }
 PAPER_RECIPES = sorted({sweeps.read_sweep(path, False)["recipe"] for path in SWEEPS if path.stem in PAPER_SWEEPS})
-SOURCES = yaml.safe_load((ROOT / "training" / "recipe_sources.yaml").read_text(encoding="utf-8"))
+SOURCES = yaml.safe_load((ROOT / "training" / "evidence" / "recipe_sources.yaml").read_text(encoding="utf-8"))
 # What every training of a classifier has, so that no default decides it unseen.
 DECIDED = {"image_mean", "image_std", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_grad_norm", "seed"}
 DECIDED |= {"total_train_batch_size", "warmup_steps", "weight_decay"}

@@ -12,10 +12,10 @@ from checkout import ROOT
 from PIL import Image
 from scipy import stats
 
-from training import report
 from training.common.arguments import InputError
-from training.reporting import comparisons, conclusions, plots, result_lines, result_table, sections, sweeps
-from training.reporting.significance import (
+from training.evidence import report
+from training.evidence.reporting import comparisons, conclusions, plots, result_lines, result_table, sections, sweeps
+from training.evidence.reporting.significance import (
     Outcomes,
     bootstrap_mean,
     compare,
@@ -164,7 +164,7 @@ def test_every_further_table_is_one_that_sweeps_can_name():
 
 def test_every_figure_of_the_papers_has_its_row():
     """A name that no sweep makes would never be shown."""
-    paper = yaml.safe_load((ROOT / "training" / "paper_results.yaml").read_text())
+    paper = yaml.safe_load((ROOT / "training" / "evidence" / "paper_results.yaml").read_text())
     for name, content in paper.items():
         sweep = sweeps.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", mini=False)
         settings = sweeps.combinations(sweep["train"])
@@ -228,7 +228,7 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
     assert "The paper: CIFAR-100, ViT-B (LieRE, Table 5). Its relative losses are computed" in text
     assert "which these give as 54.7. Other data, models and budgets than ours" in text
     command = f"--mini --output_dir outputs/{path.parent.name} --train_files cifar.parquet\n"
-    assert f"    python training/evaluate_sweep.py training/sweeps/shuffling.yaml {command}" in text
+    assert f"    python training/evidence/evaluate_sweep.py training/sweeps/shuffling.yaml {command}" in text
     assert "Not measured yet: no positions; Axial RoPE; RoPE-Mixed; LieRE32; ComRoPE-AP; ComRoPE-LD; " in text
     assert "; Golden gate RoPE; Cayley-STRING; Circulant-STRING; Spherical RoPE; LieRE product." in text
     shuffled = 100 * np.mean([entry["metrics"]["eval_accuracy"] for entry in lines[5::2]])
@@ -248,7 +248,8 @@ def test_the_command_that_ran_is_the_one_that_is_told(results, tmp_path):
     result_lines.write_results(path, [{**entry, "command": command} for entry in lines[::2]], as_changes=True)
     assert [entry["command"] for entry in result_lines.read_results(path)] == [command] * 4
     text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
-    told = "python training/evaluate_sweep.py 'my sweep.yaml' --mini --output_dir outputs/mine --train_files c.parquet"
+    told = "python training/evidence/evaluate_sweep.py 'my sweep.yaml' --mini --output_dir outputs/mine "
+    told += "--train_files c.parquet"
     assert f"    {told}\n" in text and text.count("evaluate_sweep.py") == 1
 
 

@@ -16,7 +16,7 @@ from training_helpers import TINY_MODEL, assert_same_weights, main, train, train
 from transformers import AutoModelForImageClassification
 
 from hf_liere.storage.saved_model import weights_digest
-from training import store_checkpoint
+from training.evidence import store_checkpoint
 
 
 SECRET = "hf_nobodys"
@@ -331,8 +331,8 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
     assert (tmp_path / "absolute_at_168" / "eval_results.json").is_file()
     about = ["--title", "Arrows", "--made_by", "make demo", "--intended_use", "Puzzles."]
     arguments = [tmp_path / "liere8", stored, "--evaluation", tmp_path / "liere8_at_168", *about]
-    run_python(ROOT / "training" / "store_checkpoint.py", *arguments)
-    refused = run_python(ROOT / "training" / "store_checkpoint.py", *arguments, status=2)
+    run_python(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments)
+    refused = run_python(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments, status=2)
     assert "exists already and is not an empty directory" in " ".join(refused.stderr.split())
     assert f'checkpoint = "{stored}"' in (stored / "README.md").read_text()
     assert "| 168 × 168 | 2,000 |" in (stored / "README.md").read_text()

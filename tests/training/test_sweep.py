@@ -17,10 +17,10 @@ from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
 
 import hf_liere
-from training import evaluate_sweep, inspect_sweep
 from training.common.arguments import InputError
 from training.common.conditions import ConditionArguments, ConditionCollator, shifted_positions, shuffle_patches
-from training.reporting import result_lines, result_table, sweeps
+from training.evidence import evaluate_sweep, inspect_sweep
+from training.evidence.reporting import result_lines, result_table, sweeps
 
 
 @pytest.fixture(scope="module")

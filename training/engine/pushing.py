@@ -5,7 +5,7 @@ Differences from Trainer's pushes:
 
 - The files of a step are copied before the next step changes them, so a commit contains the step in its title.
 - Each step is one commit. Failed pushes are remembered and make the script fail.
-- Only files that `hf_liere.hub.staging` knows are pushed, never `training_args.bin` with its paths and token.
+- Only files that `hf_liere.tools.hub.staging` knows are pushed, never `training_args.bin` with its paths and token.
 
 During a run, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`. The commit of the
 finished model removes it.
@@ -24,13 +24,13 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from hf_liere.hub.cards import push_card, render_card
-from hf_liere.hub.checked_facts import facts_of_run
-from hf_liere.hub.publishing import Published, ensure_repository, publish, push
-from hf_liere.hub.pulling import pull
-from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private, secret_scanner
 from hf_liere.storage.client import HubError, translate_hub_errors
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.tools.hub.cards import push_card, render_card
+from hf_liere.tools.hub.checked_facts import facts_of_run
+from hf_liere.tools.hub.publishing import Published, ensure_repository, publish, push
+from hf_liere.tools.hub.pulling import pull
+from hf_liere.tools.hub.staging import PROCESSOR_FILES, refuse_private, secret_scanner
 from training.common.arguments import RunArguments
 from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 

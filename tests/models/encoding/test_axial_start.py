@@ -8,10 +8,10 @@ from encoding_cases import perturb
 from inspection_pages import describe_start
 
 import hf_liere
-from hf_liere.inspection.analysis import analyse
-from hf_liere.inspection.encodings import generator_matrices
 from hf_liere.models.encoding.folding import build_encoding
 from hf_liere.models.encoding.placement import place_patches
+from hf_liere.tools.inspection.analysis import analyse
+from hf_liere.tools.inspection.encodings import generator_matrices
 
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}

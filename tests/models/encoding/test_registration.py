@@ -177,7 +177,7 @@ def test_commands_and_scripts_import_files_by_name(tmp_path, capsys):
     code = f"""
         import sys
         sys.path[:] = [place for place in sys.path if not place.endswith("support")]
-        from hf_liere.cli import main
+        from hf_liere.tools.cli import main
         assert main({command[2:]}) == 1
         assert main({command}) == 0
         assert main(["--register", "absent.py", *{command[2:]}]) == 1

@@ -6,8 +6,8 @@ from encoding_cases import IMAGE_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
-from hf_liere.export import export_model
 from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.tools.export import export_model
 
 
 class Logits(torch.nn.Module):

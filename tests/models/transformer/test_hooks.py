@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import TorchAoConfig
 
 import hf_liere
-from hf_liere.inspection.costs import count_cost
 from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.tools.inspection.costs import count_cost
 
 
 # Those whose rotations are not of neighbouring channels.

@@ -8,9 +8,9 @@ from transformers import AutoModelForImageClassification
 
 import hf_liere
 from hf_liere.errors import InputError
-from hf_liere.export import export_model
-from hf_liere.inspection.analysis import analyse
 from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.tools.export import export_model
+from hf_liere.tools.inspection.analysis import analyse
 
 
 ENCODINGS = [

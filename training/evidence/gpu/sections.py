@@ -1,0 +1,304 @@
+"""The sections of gpu_check.py: functions that yield Markdown and raise if a check fails."""
+
+import copy
+import importlib.util
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import hf_liere.tools.environment
+from hf_liere.kernels import cuda
+from hf_liere.models.rotation.grouped_rotation import Rotation
+from hf_liere.plain import plain_layer
+from training.evidence.gpu.models import (
+    ENCODINGS,
+    CheckFailed,
+    Settings,
+    batch,
+    build_model,
+    milliseconds,
+    relative_error,
+    step,
+)
+from training.evidence.reporting.markdown import markdown
+
+
+ROOT = Path(__file__).resolve().parents[3]
+# The tests that use a GPU if there is one. The last are transformers' own and need its sources.
+TESTS = ("kernels/test_kernels.py", "kernels/test_self_check.py", "test_environment.py", "test_common.py")
+QUICK_TESTS = ("kernels/test_kernels.py", "-k", "without_triton")
+ROWS = "absolute axial_rope rope_mixed comrope_ld8 liere8 liere64".split()
+# Accepted errors of float32 against float64, for rotations and for gradients, which sum over tokens.
+ROTATION_ERROR, GRADIENT_ERROR = 1e-5, 1e-3
+
+
+def environment(settings: Settings) -> Iterator[str]:
+    """What `hf-liere env` prints."""
+    if shutil.which("nvidia-smi"):
+        query = "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm"
+        yield "```text\n" + _run(["nvidia-smi", query, "--format=csv"]).strip() + "\n```\n"
+    yield hf_liere.tools.environment.report(as_json=False)
+
+
+def self_check(settings: Settings) -> Iterator[str]:
+    """Triton kernels compared with plain operations."""
+    # Triton's interpreter multiplies the bit patterns of bfloat16 matrices.
+    types = cuda.TYPES if settings.device == "cuda" else (torch.float32, torch.float16)
+    cases = itertools.product(types, (2, 8) if settings.quick else (2, 4, 5, 8, 16, 32, 64), (64, 128))
+    rows, failed = [], []
+    for dtype, block_size, head_dim in cases:
+        states = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=settings.device)
+        if reason := cuda.refusal(states, dtype, block_size):
+            failed.append(reason)
+    for case, outcome in cuda.self_check.outcomes.items():
+        error = "–" if outcome.error is None else f"{outcome.error:.3f}"
+        rows.append([str(case), outcome.failure or "equal", error, f"{outcome.seconds:.1f} s"])
+    yield markdown(["case", "outcome", "largest error as a fraction of what rounding explains", "time"], rows)
+    if failed:
+        raise CheckFailed(f"{len(failed)} cases are refused, the first because: {failed[0]}")
+
+
+def tests(settings: Settings) -> Iterator[str]:
+    """The tests that use a GPU."""
+    chosen = [f"tests/{QUICK_TESTS[0]}", *QUICK_TESTS[1:]] if settings.quick else [f"tests/{name}" for name in TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-rfEs", *chosen]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line.rstrip())
+    # Skipped and failed tests, and the counts.
+    start = next((number for number, line in enumerate(lines) if "short test summary" in line), len(lines) - 1)
+    yield "\n".join([f"`pytest {' '.join(chosen)}`\n", "```text", *lines[max(start, 0) :], "```"])
+    if process.wait():
+        raise CheckFailed(f"pytest ended with exit code {process.returncode}.")
+
+
+def precision(settings: Settings) -> Iterator[str]:
+    """Rotations in float32, and gradients of their generators, beside float64 on the CPU."""
+    rows, wrong = [], []
+    for encoding in ENCODINGS:
+        model = build_model(settings, encoding)
+        rotation_error = _rotation_error(model)
+        gradient_error = None
+        if list(model.rotary_parameters()):
+            inputs = batch(Settings(settings.device, quick=True), model.config)
+            gradient_error = _gradient_error(model, inputs)
+        rows.append([encoding, f"{rotation_error:.1e}", "–" if gradient_error is None else f"{gradient_error:.1e}"])
+        # NaN compares as false.
+        if not (rotation_error < ROTATION_ERROR and (gradient_error or 0) < GRADIENT_ERROR):
+            wrong.append(encoding)
+    yield markdown(["encoding", "largest error of an entry of R(p)", "of the generators' gradient, relative"], rows)
+    if wrong:
+        raise CheckFailed(f"{', '.join(wrong)}: accepted are {ROTATION_ERROR} and {GRADIENT_ERROR}.")
+
+
+@torch.no_grad()
+def _rotation_error(model) -> float:
+    """The largest error of rotations in the first and last layer."""
+    config, error = model.config, 0.0
+    parameters = {name.split(".")[-1]: parameter for name, parameter in model.rotary_parameters()}
+    positions = model.liere.grid_positions(config.train_grid, model.device)
+    rotations: list[Rotation] = list(model.liere.rotations(positions))
+    for layer in (0, config.num_hidden_layers - 1):
+        expected = plain_layer(config, config.num_axes, parameters, layer).rotations(positions.coordinates.cpu())
+        found = rotations[layer].matrices().cpu()  # (1, heads or 1, N, blocks, b, b)
+        error = max(error, (found - expected).abs().max().item())
+    return error
+
+
+def _gradient_error(model, inputs: dict[str, torch.Tensor]) -> float:
+    exact = copy.deepcopy(model).cpu().double()
+    step(model, inputs)
+    step(exact, {"pixel_values": inputs["pixel_values"].cpu().double(), "labels": inputs["labels"].cpu()})
+    pairs = zip(model.rotary_parameters(), exact.rotary_parameters())
+    return max(relative_error(found.grad, expected.grad) for (_, found), (_, expected) in pairs)
+
+
+def speed(settings: Settings) -> Iterator[str]:
+    """Time and peak memory of ViT-S and ViT-B, with and without kernels."""
+    runs = [
+        ("small", ROWS, "1"),
+        ("small", ["absolute", "rope_mixed", "comrope_ld8", "liere8"], "0"),
+        ("base", ROWS, "1"),
+    ]
+    sizes = "--batch_size 128 --rounds 5".split()
+    if settings.quick:
+        runs = [("tiny", ["absolute", "liere8"], "1")]
+        sizes = "--num_hidden_layers 1 --image_size 32 --batch_size 2 --rounds 1 --warmup 1".split()
+    failed = []
+    for model_size, rows, kernels in runs:
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["--model_size", model_size, "--dtype", str(settings.half).removeprefix("torch."), *sizes]
+            flags += ["--rows", *rows, "--device", settings.device]
+            command = [
+                sys.executable,
+                "training/evidence/benchmark_speed.py",
+                *flags,
+                "--output",
+                f"{folder}/speed.jsonl",
+            ]
+            variables = {"HF_LIERE_CUDA_KERNELS": kernels}
+            yield f"\n`HF_LIERE_CUDA_KERNELS={kernels} python training/evidence/benchmark_speed.py {' '.join(flags)}`\n"
+            try:
+                printed = _run(command, **variables)
+            except CheckFailed as error:
+                failed.append(model_size)
+                yield f"```text\n{error}\n```"
+                continue
+            yield printed.rpartition("\n\nEvery measurement")[0]
+            failed += [model_size] * (" failed (" in printed)
+    if failed:
+        raise CheckFailed(f"Measurements failed for: {', '.join(failed)}.")
+
+
+def attention(settings: Settings) -> Iterator[str]:
+    """Attention implementations: outputs, gradients and time."""
+    model = build_model(settings, "liere")
+    inputs, results, wrong = batch(settings, model.config), {}, []
+    exact = copy.deepcopy(model)
+    exact.set_attn_implementation("eager")
+    expected = _outputs_and_gradient(exact, inputs, torch.float32)
+    rows = []
+    for name, missing in _attention_implementations(settings):
+        if missing:
+            rows.append([name, missing, "–", "–"])
+            continue
+        print(name, flush=True)
+        tested = copy.deepcopy(model)
+        try:
+            tested.set_attn_implementation(name)
+            found = _outputs_and_gradient(tested, inputs, settings.half)
+            results[name] = [relative_error(*pair) for pair in zip(found, expected)]
+            time = milliseconds(settings, lambda tested=tested: step(tested, inputs, settings.half))
+        except Exception as error:
+            rows.append([name, " ".join(f"{type(error).__name__}: {error}".split())[:300], "–", "–"])
+            wrong.append(name)
+            continue
+        # Half types may have about the errors of eager attention.
+        accepted = [max(1e-4, 3 * error) for error in results["eager"]]
+        agrees = all(error <= limit for error, limit in zip(results[name], accepted))
+        wrong += [] if agrees else [name]
+        errors = " and ".join(f"{error:.1e}" for error in results[name])
+        rows.append([name, "agrees" if agrees else "differs", errors, f"{time:.1f} ms"])
+    header = ["implementation", "outcome", "relative errors of logits and of q_proj's gradient", "forward and backward"]
+    yield f"LieRE8, batch {settings.batch_size}, {settings.half}, beside eager attention in float32:\n"
+    yield markdown(header, rows)
+    if wrong:
+        raise CheckFailed(f"{', '.join(wrong)} failed or differ.")
+
+
+def _attention_implementations(settings: Settings) -> Iterator[tuple[str, str | None]]:
+    """Names of implementations, each with the reason if it cannot run."""
+    on_gpu = None if settings.device == "cuda" else "not run: needs a GPU"
+
+    def needs(package):
+        return on_gpu or (None if importlib.util.find_spec(package) else f"not run: {package} is not installed")
+
+    yield from (("eager", None), ("sdpa", None))
+    # Compiling takes a minute on a CPU.
+    yield "flex_attention", on_gpu
+    yield "flash_attention_2", needs("flash_attn")
+    yield "kernels-community/flash-attn2", needs("kernels")
+
+
+def _outputs_and_gradient(model, inputs, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = step(model, inputs, dtype)
+    gradient = model.liere.layers[0].attention.q_proj.weight.grad.clone()
+    model.zero_grad(set_to_none=True)
+    return outputs.logits, gradient
+
+
+def compilation(settings: Settings) -> Iterator[str]:
+    """torch.compile, forward and backward, beside eager execution."""
+    rows, wrong = [], []
+    for encoding in list(ENCODINGS)[1:4]:
+        print(encoding, flush=True)
+        model = build_model(settings, encoding)
+        inputs = batch(settings, model.config)
+        # Inductor takes a minute on a CPU.
+        compiled = torch.compile(model, backend="aot_eager" if settings.device == "cpu" else "inductor")
+        gradients, losses = [], []
+        for call in (model, compiled):
+            losses.append(step(call, inputs).loss)
+            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+            model.zero_grad(set_to_none=True)
+        errors = relative_error(losses[1], losses[0]), _largest_error(*gradients)
+        if not max(errors) < GRADIENT_ERROR:
+            wrong.append(encoding)
+        times = [
+            milliseconds(settings, lambda call=call, inputs=inputs: step(call, inputs, settings.half))
+            for call in (model, compiled)
+        ]
+        rows.append([encoding, *(f"{error:.1e}" for error in errors), *(f"{time:.1f} ms" for time in times)])
+    yield f"Errors in float32; times in {settings.half}, batch {settings.batch_size}:\n"
+    yield markdown(["encoding", "error of the loss", "of gradients", "eager step", "compiled step"], rows)
+    if wrong:
+        raise CheckFailed(f"{', '.join(wrong)}: accepted are errors below {GRADIENT_ERROR}.")
+
+
+def _largest_error(expected: dict, found: dict) -> float:
+    """Relative to the largest gradient of all parameters, because some gradients are zero up to rounding."""
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    return max((found[name] - gradient).abs().max().item() for name, gradient in expected.items()) / scale
+
+
+def distributed(settings: Settings) -> Iterator[str]:
+    """A step of DDP in two processes or more beside that of one, and a short training run on all GPUs."""
+    count = torch.cuda.device_count() if settings.device == "cuda" else 2
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # A single GPU is shared by two.
+    processes = max(2, count)
+    yield f"{processes} processes.\n"
+    step_command = [f"--nproc_per_node={processes}", "-m", "training.evidence.gpu.distributed_step", settings.device]
+    yield _run([*launcher, *step_command]).strip()
+    torchrun = [*launcher, f"--nproc_per_node={count}"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "training/accelerate/ddp.yaml"]
+    launch += ["--num_processes", str(count)]
+    if settings.device == "cpu" or count == 1:
+        # The file is for several GPUs.
+        launch = torchrun
+    flags = "training/recipes/arrows_mini.yaml --max_steps 6 --logging_steps 2 --max_eval_samples 100".split()
+    flags += ["--total_train_batch_size", str(8 * count), "--eval_strategy", "no", "--save_strategy", "no"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launch, "training/image_classification.py", *flags, "--output_dir", f"{folder}/run"]
+        printed = _run(command)
+    losses = [line for line in printed.splitlines() if "'loss'" in line or '"loss"' in line]
+    yield "\nA training run:\n\n```text\n" + "\n".join(losses) + "\n```"
+    if not losses or any(word in "".join(losses).lower() for word in ("nan", "inf")):
+        raise CheckFailed("The training run logged no finite loss.")
+
+
+def _run(command: list[str], **variables: str) -> str:
+    """
+    The output of a command. Its stderr is that of this process.
+
+    Raises:
+        CheckFailed: if it fails.
+    """
+    environment = {**os.environ, **variables}
+    process = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    if process.returncode:
+        raise CheckFailed(
+            f"{' '.join(command[1:4])} … ended with exit code {process.returncode}. {process.stdout[-2000:]}"
+        )
+    return process.stdout
+
+
+# In the order in which they run: what is new on a GPU first, and last what other machines check too.
+SECTIONS: dict[str, Callable[[Settings], Iterator[str]]] = {
+    section.__name__: section
+    for section in (environment, self_check, precision, speed, attention, compilation, distributed, tests)
+}
+# The page or the form to which the text of a section belongs.
+DESTINATIONS = dict.fromkeys(SECTIONS, "a bug report, if it did not pass")
+DESTINATIONS |= dict.fromkeys(("environment", "self_check", "precision", "speed"), "docs/speed.md, section GPUs")
+DESTINATIONS |= dict.fromkeys(("attention", "compilation"), "docs/deploy.md, section torch.compile")
+DESTINATIONS["distributed"] = "docs/training.md, section Several GPUs and machines"

@@ -1,0 +1,364 @@
+"""The section of a report on one sweep: a table beside the paper's figures, tests between models, missing models."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from training.evidence.reporting.comparisons import (
+    columns_of,
+    is_at_chance,
+    make_comparisons,
+    num_epochs,
+    solved_table,
+    tests_table,
+    train_examples,
+)
+from training.evidence.reporting.conclusions import conclude
+from training.evidence.reporting.markdown import markdown, minus
+from training.evidence.reporting.result_table import (
+    AS_IN_PAPER,
+    AS_TRAINED,
+    QUANTILE,
+    Cell,
+    Table,
+    distinguishing_settings,
+    drop_common,
+    method,
+)
+from training.evidence.reporting.sweeps import TRAINING, combinations, read_sweep
+
+
+# With fewer evaluations during training, "twice as soon" would be the distance of two of them.
+FEWEST_EVALUATIONS = 20
+# A conclusion and the table below it.
+Part = tuple[str, str]
+
+
+def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
+    numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
+    seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
+    parts = [*common, _duration(results[0]), seeds, f"{results[0]['metrics']['eval_samples']:,} examples"]
+    return f"{folder}: {results[0]['sweep']} ({', '.join(parts)})"
+
+
+def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
+    """
+    The section on one sweep, as markdown: tables, each below a sentence of conclusion. Settings that all models have in
+    `common` are above the first one.
+    """
+    sweep = _sweep(results)
+    found = make_comparisons(sweep, table)
+    lines = [f"## {folder}: {results[0]['sweep']}", f"**{conclude(found, table)}**"]
+    lines += [_about(results, table, common), _command(folder, results[0])]
+    conditions = columns_of(table)
+    papers = _rename_rows(paper.get("rows", {}), common)
+    figures = {row: cells for row, cells in papers.items() if row in table}
+    shown = [column for column in conditions if any(column in row for row in figures.values())]
+    if paper:
+        lines.append(f"The paper: {' '.join(paper['about'].split())}")
+    if paper and _is_mini(results[0]):
+        lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
+    lines.append(_results_table(table, conditions, figures, shown))
+    if missing := _missing_models(sweep, table, common) if sweep else []:
+        lines.append(f"Not measured yet: {'; '.join(missing)}.")
+    further = [_drops(table, conditions, figures), tests_table(found, table)]
+    if found.solved_at is not None:
+        further.insert(0, solved_table(table, found.solved_at))
+    further += [
+        FURTHER_TABLES[name](table, _rename_rows(paper.get(name, {}), common), sweep.get("chance"))
+        for name in sweep.get("report", [])
+    ]
+    metric = next(iter(next(iter(table.values())).values())).metric()
+    if conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map") and found.solved_at is None:
+        further.append(_epochs(table, sweep.get("chance")))
+    return "\n\n".join([*lines, *(part for made in further if made for part in made)])
+
+
+def _rename_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
+    """A paper's figures by row, with names that omit the settings that all our rows have in common."""
+    return {drop_common(row, common): given for row, given in papers.items() if set(common) <= set(row.split(", "))}
+
+
+def _sweep(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of the sweep's file, if it still exists."""
+    file = TRAINING / "sweeps" / f"{results[0]['sweep']}.yaml"
+    return read_sweep(file, _is_mini(results[0])) if file.is_file() else {}
+
+
+def _missing_models(sweep: dict[str, Any], table: Table, common: list[str]) -> list[str]:
+    """Models of the sweep's file without results or with results of other settings, and missing seeds."""
+    wanted: dict[str, set] = {}
+    changed: dict[str, list[str]] = {}
+    trained = combinations(sweep["train"])
+    shown = distinguishing_settings(trained, sweep["script"])
+    for settings in trained:
+        row = drop_common(method(settings, sweep["script"], shown), common)
+        wanted.setdefault(row, set()).add(settings.get("seed"))
+        if row in table:
+            measured = next(iter(table[row].values())).results[0]["settings"]
+            # The names of the rows contain all other settings; model_name_or_path is a folder.
+            hidden = set(AS_IN_PAPER) - {"model_name_or_path"}
+            differing = {name: value for name, value in settings.items() if measured.get(name) != value}
+            changed[row] = [f"{name} {value}" for name, value in differing.items() if name in hidden]
+    missing = [f"{row} with {', '.join(differing)}" for row, differing in changed.items() if differing]
+    for row, seeds in wanted.items():
+        measured = set(next(iter(table[row].values())).by_seed()) if row in table else set()
+        # Sweeps without seeds may have run with --seeds.
+        left = set() if seeds == {None} and measured else seeds - measured
+        named = sorted(left - {None})
+        if left:
+            seeds = f" (seed{'s' * (len(named) > 1)} {_ranges(named)})"
+            missing.append(f"{row}{seeds}" if row in table and named else row)
+    return missing
+
+
+def _results_table(table: Table, conditions: list[str], figures: dict[str, dict], shown: list[str]) -> str:
+    header = ["", "parameters", "seeds"]
+    for column in conditions:
+        header += [column, *(["paper"] if column in shown else [])]
+    rows = []
+    for row, cells in table.items():
+        some = next(iter(cells.values()))
+        parameters, by_seed = some.results[0]["train_metrics"].get("parameters"), some.by_seed()
+        line = [row, f"{parameters:,}" if parameters else "", str(len(by_seed))]
+        for column in conditions:
+            line.append(str(cells[column]) if column in cells else "not measured")
+            if column in shown:
+                line.append(str(figures.get(row, {}).get(column, "–")))
+        rows.append(line)
+    return markdown(header, rows, "---:")
+
+
+def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
+    """Model, data and machine, from the records of the first run that trains, and what the examples leave open."""
+    first = next((result for result in results if train_examples(result)), results[0])
+    model, training = (first["run"].get(key, {}) for key in ("model", "training"))
+    model = model.get("backbone_config") or model
+    # The record of a tower may be the flags alone: the fields of a new one, or the name of a checkpoint.
+    if isinstance(tower := model.get("vision_config"), str):
+        model = json.loads(tower)
+    size = f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels"
+    examples = "" if training.get("max_steps", -1) > 0 else f" of {round(train_examples(first)):,} examples"
+    processes = first["environment"].get("world_size", 1)
+    batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
+    seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
+    parts = [
+        model.get("model_name_or_path") or size,
+        *common,
+        f"{_duration(first)}{examples} in batches of {batch}",
+        f"seed{'s' * (len(seeds) > 1)} {_ranges(seeds)}",
+        f"evaluated on {first['metrics']['eval_samples']:,} examples",
+        _machine([result["environment"] for result in results]),
+    ]
+    return f"Ours: {'; '.join(parts)}.{_reach_of_examples(table)}"
+
+
+def _duration(result: dict[str, Any]) -> str:
+    """Of the training; its flags may limit the steps instead of the epochs."""
+    steps = result["run"].get("training", {}).get("max_steps", -1)
+    return _count(steps, "step") if steps > 0 else _count(num_epochs(result), "epoch")
+
+
+def _machine(environments: list[dict[str, Any]]) -> str:
+    devices = (given.get("accelerator") or given.get("device", "") for given in environments)
+    libraries = [given.get("libraries", {}) for given in environments]
+    versions = [[some.get(name) for some in libraries] for name in ("torch", "transformers")]
+    device, torch, transformers = (" or ".join(map(str, dict.fromkeys(some))) for some in (devices, *versions))
+    return f"{device}, torch {torch}, transformers {transformers}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, with a dash between the ends of four or more in a row."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(f"{some[0]} – {some[-1]}" if len(some) > 3 else ", ".join(map(str, some)) for some in groups)
+
+
+def _reach_of_examples(table: Table) -> str:
+    """How far another choice of examples could move a figure."""
+    cells = [cell for some in table.values() for cell in some.values()]
+    reach = QUANTILE * max(cell.outcomes.error_of_examples() for cell in cells)
+    if reach == 0:
+        return ""
+    shown = {"eval_accuracy": f"{100 * reach:.1f} points", "eval_perplexity": f"{100 * np.expm1(reach):.0f}%"}
+    return f" Other test examples alone would move a figure by up to ±{shown.get(cells[0].metric(), f'{reach:.3f}')}."
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+
+
+def _is_mini(result: dict[str, Any]) -> bool:
+    return "--mini" in result.get("command", ()) or any(flag.endswith("_mini.yaml") for flag in result["flags"][:1])
+
+
+def _command(folder: str, result: dict[str, Any]) -> str:
+    """The command that ran the sweep. Files outside the repository are named without their folders."""
+    if "command" in result:
+        return f"    {shlex.join(['python', 'training/evidence/evaluate_sweep.py', *result['command']])}"
+    # Older results lack the command. The passed flags are between the recipe and the flags of the sweep, two words for
+    # every setting and for do_eval.
+    passed = result["flags"][1 : -2 * (len(result["settings"]) + 1)]
+    mini = ["--mini"] if _is_mini(result) else []
+    words = ["python", "training/evidence/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
+    return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"
+
+
+def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Part | None:
+    """(before − after) / before for evaluations with shuffled patches or frames, as in LieRE's Table 5."""
+    shuffles = [column for column in conditions if "evaluation_shuffle" in column]
+    if not shuffles or AS_TRAINED not in conditions:
+        return None
+
+    def drop(before: float, after: float) -> float:
+        return 100 * (before - after) / before
+
+    header, rows, said = [""], [[row] for row in table], []
+    for column in shuffles:
+        header += [column, "paper"]
+        known = {}
+        for line, (row, cells) in zip(rows, table.items()):
+            ours, papers = ([some.get(name) for name in (AS_TRAINED, column)] for some in (cells, figures.get(row, {})))
+            if all(ours) and ours[0].mean:
+                known[row] = drop(*(cell.mean for cell in ours))
+                before, after = (cell.by_seed() for cell in ours)
+                seeds = [drop(before[seed], after[seed]) for seed in before if seed in after and before[seed]]
+                line.append(_with_seeds(known[row], seeds, _percent))
+            else:
+                line.append("–")
+            line.append(_percent(drop(*(float(str(value).split()[0]) for value in papers))) if all(papers) else "–")
+        if known:
+            most, least = max(known, key=known.get), min(known, key=known.get)
+            said.append(
+                f"{column}: {most} loses most ({_percent(known[most])}), {least} least ({_percent(known[least])})"
+            )
+    return f"Relative loss of accuracy under {'; '.join(said)}.", markdown(header, rows, "---:")
+
+
+def _percent(value: float) -> str:
+    return minus(f"{value:.1f}%")
+
+
+def _in_percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _with_seeds(mean: float, seeds: Iterable[float], form: Callable[[float], str]) -> str:
+    """A mean above the values of the single seeds."""
+    single = list(map(form, seeds))
+    return f"{form(mean)}<br>{', '.join(single)}" if len(single) > 1 else form(mean)
+
+
+def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
+    """The highest accuracy of all epochs, as in LieRE's Figure 4, beside the last."""
+    rows, highest, lost = [], {}, 0.0
+    for row, cells in table.items():
+        runs = [result["history"] for result in next(iter(cells.values())).results]
+        if all(runs):
+            both = [max(accuracy for _, accuracy in run) for run in runs], [run[-1][1] for run in runs]
+            highest[row] = float(np.mean(both[0]))
+            lost = max(lost, *(best - last for best, last in zip(*both)))
+            rows.append([row, *(_with_seeds(np.mean(values), values, _in_percent) for values in both)])
+    if not rows:
+        return None
+    said = (
+        f"Best epoch, mean over seeds: highest for {_first(highest)}. From the best to the last epoch, a seed loses at "
+        f"most {_in_percent(lost)} points."
+    )
+    return said, markdown(["", "highest of all epochs", "last epoch"], rows, "---:")
+
+
+def _first(values: dict[str, float], form: str = "{:.1%}", lowest: bool = False) -> str:
+    """The row with the highest or lowest value, and this value."""
+    row = (min if lowest else max)(values, key=values.get)
+    return f"{row} ({form.format(values[row])})"
+
+
+def _further_metric(
+    metric: str, title: str, said: str, table: Table, papers: dict[str, Any], chance: float | None
+) -> Part | None:
+    header, rows, means = ["", title, *(["paper"] if papers else [])], [], {}
+    for row, cells in table.items():
+        cell = Cell(next(iter(cells.values())).results, metric)
+        if cell.has(metric):
+            means[row] = cell.mean
+            rows.append([row, str(cell), *([str(papers.get(row, "–"))] if papers else [])])
+    if not rows:
+        return None
+    return f"{said}: {_first(means, '{:.3f}', metric == 'eval_loss')}.", markdown(header, rows, "---:")
+
+
+def _precisions(table: Table, papers: dict[str, list[float]], chance: float | None) -> Part | None:
+    """COCO's average precisions in percent, as in ComRoPE's Table 2, without sizes that no object has."""
+    names = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
+    some = [result["metrics"] for cells in table.values() for cell in cells.values() for result in cell.results]
+    shown = [index for index, name in enumerate(names) if any(f"eval_{name}" in metrics for metrics in some)]
+    header, rows, means = [""], [], {}
+    for index in shown:
+        header += [("AP", "AP50", "AP75", "APs", "APm", "APl")[index], *(["paper"] if papers else [])]
+    for row, cells in table.items():
+        line = [row]
+        for index in shown:
+            results = next(iter(cells.values())).results
+            values = [metrics[f"eval_{names[index]}"] for metrics in (result["metrics"] for result in results)]
+            means.setdefault(row, float(np.mean(values)))
+            line.append(_with_seeds(np.mean(values), values, _in_percent))
+            if papers:
+                line.append(str(papers[row][index]) if row in papers else "–")
+        rows.append(line)
+    if not shown:
+        return None
+    return f"Highest AP, mean over seeds: {_first(means)}.", markdown(header, rows, "---:")
+
+
+def _epochs(table: Table, chance: float | None) -> Part | None:
+    """
+    The epochs after which each model reaches Absolute's last accuracy, as in LieRE's Figure 9, or its highest mAP, as
+    in ComRoPE's Figure 4, which counts iterations of equal batches. There is nothing to reach if Absolute is at chance.
+    Left out with few evaluations.
+    """
+    histories = {}
+    for row, cells in table.items():
+        runs = [dict(map(tuple, result["history"])) for result in next(iter(cells.values())).results]
+        epochs = sorted(set.intersection(*(set(run) for run in runs)))
+        if len(epochs) > 1:
+            histories[row] = [(epoch, float(np.mean([run[epoch] for run in runs]))) for epoch in epochs]
+    if len(histories) < 2 or len(histories.get("Absolute", ())) < FEWEST_EVALUATIONS:
+        return None
+    cell = next(iter(table["Absolute"].values()))
+    if is_at_chance(cell, chance):
+        return None
+    is_accuracy = cell.metric() == "eval_accuracy"
+    last, goal = histories["Absolute"][-1] if is_accuracy else max(histories["Absolute"], key=lambda point: point[1])
+    rows, sooner = [], []
+    for row, history in histories.items():
+        reached = next((epoch for epoch, value in history if value >= goal), None)
+        fewer = "–"
+        if reached:
+            fewer = f"{last / reached:.1f}×" if is_accuracy else f"{100 * (1 - reached / last):.0f}%".replace("-", "−")
+            sooner += [row] if reached < last and row != "Absolute" else []
+        rows.append([row, "never" if reached is None else f"{reached:g}", fewer])
+    goal = "the accuracy that Absolute has at the end" if is_accuracy else "the highest mAP of Absolute"
+    said = f"Epochs until {goal}, by the means over seeds. Sooner than Absolute: {', '.join(sooner) or 'none'}."
+    return said, markdown(["", "epochs", "fewer than Absolute's"], rows, "---:")
+
+
+FURTHER_TABLES = {
+    "epochs": lambda table, _, chance: _epochs(table, chance),
+    "peak": _peaks,
+    # As in LieRE's Table 9.
+    "losses": partial(_further_metric, "eval_loss", "loss", "Lowest loss"),
+    "precisions": _precisions,
+    "balanced": partial(
+        _further_metric,
+        *("eval_balanced_accuracy", "balanced accuracy", "Highest balanced accuracy (0.5 for a constant answer)"),
+    ),
+}

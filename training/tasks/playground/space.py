@@ -1,0 +1,128 @@
+"""A Hugging Face Space of training/app.py: the required code, checkpoints, requirements and a card."""
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from huggingface_hub import SpaceCardData
+
+from hf_liere.storage.targets import new_directory
+from training.tasks.playground.predictions import ROOT, Checkpoint
+
+
+# Modules of training/ that app.py imports. The package hf_liere is copied completely.
+MODULES = (
+    "__init__.py",
+    "app.py",
+    "data/arrows.py",
+    "playground/page.py",
+    "playground/pictures.py",
+    "playground/predictions.py",
+)
+CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
+# gradio is installed through the card's sdk_version, with a suitable version of huggingface_hub.
+REQUIREMENTS = ("matplotlib", "numpy", "pillow", "pyyaml", "torch", "torchvision", "transformers")
+
+START = '''"""Starts the app with the checkpoints of this Space."""
+
+import os
+from pathlib import Path
+
+from training.app import main
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).parent)
+    main(["--checkpoints", *{checkpoints}])
+'''
+CARD = """---
+{data}
+---
+
+# Where does it look?
+
+Vision transformers with learned position encodings (LieRE, ComRoPE, RoPE-Mixed) side by side: what they predict, how
+sure they are and where they look, on arrows puzzles (LieRE §5.2) or an image of yours, at any resolution.
+
+| model | position encoding | trained at |
+|---|---|---:|
+{models}
+
+Everything runs on the CPU. Images are deleted within twenty minutes of their upload. Predictions are for looking at,
+not for deciding on.
+
+[LieRE](https://arxiv.org/abs/2406.10322) · [ComRoPE](https://arxiv.org/abs/2506.03737) ·
+[RoPE-ViT](https://arxiv.org/abs/2403.13298)
+"""
+
+
+def write_space(folder: Path, checkpoints: Sequence[Checkpoint]) -> str:
+    """
+    Writes a Space that runs without this repository. Checkpoints in folders are copied; the Space downloads those of
+    the Hub when it starts.
+
+    Args:
+        folder: A new or empty folder. It is written completely or not at all.
+
+    Returns:
+        A message with the next steps.
+
+    Raises:
+        FileExistsError: if the folder is not empty.
+        InputError: if nothing can be written beside it.
+    """
+    with new_directory(folder) as partial:
+        sources = [checkpoint.repo_id or _copy_checkpoint(checkpoint, partial) for checkpoint in checkpoints]
+        for path in (ROOT / "hf_liere").rglob("*.py"):
+            _copy(path, partial / path.relative_to(ROOT))
+        for module in MODULES:
+            _copy(ROOT / "training" / module, partial / "training" / module)
+        _copy(ROOT / "LICENSE", partial / "LICENSE")
+        (partial / "app.py").write_text(START.format(checkpoints=sources), encoding="utf-8")
+        (partial / "requirements.txt").write_text(_requirements(), encoding="utf-8")
+        (partial / "README.md").write_text(_card(checkpoints), encoding="utf-8")
+    return (
+        f"{folder} is a Space: try it with `python {folder}/app.py`, push it with "
+        f"`hf upload me/name {folder} --repo-type space`."
+    )
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> str:
+    # Folder names of sweeps contain characters that some file systems refuse.
+    place = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", checkpoint.name)
+    for pattern in CHECKPOINT_FILES:
+        for path in checkpoint.folder.glob(pattern):
+            _copy(path, folder / place / path.name)
+    return place.as_posix()
+
+
+def _requirements() -> str:
+    # Package indexes lack local versions such as torch's +cpu builds.
+    return "".join(f"{name}=={version(name).partition('+')[0]}\n" for name in REQUIREMENTS)
+
+
+def _card(checkpoints: Sequence[Checkpoint]) -> str:
+    data = SpaceCardData(
+        title="Where does it look?",
+        emoji="🧭",
+        colorFrom="indigo",
+        colorTo="green",
+        sdk="gradio",
+        sdk_version=version("gradio"),
+        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        app_file="app.py",
+        license="apache-2.0",
+        short_description="Learned position encodings, side by side",
+        models=[checkpoint.repo_id for checkpoint in checkpoints if checkpoint.repo_id] or None,
+        tags=["position-encoding", "vision-transformer", "attention"],
+    )
+    rows = [f"| {each.name} | {each.encoding} | {each.image_size} px |" for each in checkpoints]
+    return CARD.format(data=data.to_yaml(), models="\n".join(rows))
