@@ -151,7 +151,7 @@ def load_checkpoint(
     if loader is AutoModel and architecture not in (None, type(model).__name__):
         # This is the bare model of an architecture whose head only the checkpoint's own code defines.
         keys["unexpected_keys"] = set()
-    # Some models of transformers were published without the pooler, which is not used here.
+    # Some Transformers models were published without the pooler, which is not used here.
     require_loaded_keys(keys, checkpoint, () if is_ours else ("pooler.",))
     require_finite_parameters(model, f"The checkpoint {checkpoint}")
     return model.eval(), _processor(checkpoint, model, options)
@@ -191,7 +191,7 @@ def _refuse_adapter(checkpoint: str | os.PathLike) -> None:
         advice = (
             "load_rotary and save complete_model(model), which is accepted here."
             if library == "transformers"
-            else f"load_rotary. That model is of {library}, and accepted here are models of transformers."
+            else f"load_rotary. That model is of {library}, and accepted here are Transformers models."
         )
         raise CheckpointError(
             f"{checkpoint} contains rotations without a model (save_rotary): load them into their model with {advice}"

@@ -112,7 +112,7 @@ def make_layer(position_encoding: str, module: str) -> str:
 
 
 def in_order(graph: Mapping[Any, Iterable], starts: Iterable) -> list:
-    """What `starts` lead to, each after all that it leads to itself."""
+    """All nodes that can be reached from `starts`, each after those that it leads to (topological order)."""
     ordered: dict[Any, None] = {}
 
     def visit(node: Any) -> None:

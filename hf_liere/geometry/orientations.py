@@ -157,7 +157,7 @@ def check_rotation_matrices(matrices: torch.Tensor) -> None:
 
 
 def rotation_faults(matrices: torch.Tensor) -> list[Fault]:
-    """What is no rotation among (…, 3, 3) matrices."""
+    """Finds the (…, 3, 3) matrices that are not rotations, and says why."""
     identity = torch.eye(3, dtype=matrices.dtype, device=matrices.device)
     deviation = (matrices.mT @ matrices - identity).abs().amax((-2, -1))  # (…)
     determinants = torch.linalg.det(matrices)  # (…)

@@ -1,5 +1,5 @@
 """
-Attention by poses for models of transformers: the attention implementation `"pose_embedding"`.
+Attention by poses for Transformers models: the attention implementation `"pose_embedding"`.
 
 Importing the package registers it. It works in every model that hands further arguments of `forward` on to its
 attention, as the models of tokens of this package do.

@@ -1,6 +1,6 @@
 """
 Which channels any implementation of RoPE rotates, and with which frequencies: found by calling it with known positions,
-never by the name of a class. `models/patched` does so for models of transformers, whose modules say more of themselves.
+never by the name of a class. `models/patched` does so for Transformers models, whose modules say more of themselves.
 """
 
 import itertools
@@ -32,7 +32,7 @@ Reader = Callable[[torch.Tensor, Pairing], Table]
 
 
 class Sizes(NamedTuple):
-    """Of the attention, see [`LieRotaryEmbedding`]."""
+    """Numbers of heads of the attention, see [`LieRotaryEmbedding`]."""
 
     heads: int
     key_heads: int

@@ -1,5 +1,5 @@
 """
-Learned rotations inside models of other libraries: diffusion transformers of diffusers, with schedules of their
+Learned rotations inside models of other libraries: diffusers models, with schedules of their
 frequencies, and vision transformers of timm.
 
 It imports from `models` alone, and never these libraries: a model is recognised by the names of its classes. Start with

@@ -1,5 +1,5 @@
 """
-The transformers of diffusers that can be patched: where each computes its rotations, with which frequencies, and which
+The diffusers models that can be patched: where each computes its rotations, with which frequencies, and which
 attention modules receive them. diffusers passes finished cos and sin: frequencies are computed here as the model does,
 and coordinates read from cos and sin wherever these tell them. `diffusion_patch` compares both with the model's own.
 """
@@ -59,7 +59,7 @@ class DiffusionFamily:
         return self.planes is not None
 
     def parts(self, given: Any) -> tuple:
-        """What belongs to images, and what to text where that is separate."""
+        """The part for images and, where text is separate, the part for text."""
         return tuple(given) if self.text == "separate" else (given,)
 
     def place(self, planes: Planes, turns: Any, rope: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor]:

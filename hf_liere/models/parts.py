@@ -1,4 +1,4 @@
-"""What modules offer by name, and the names that a configuration may have."""
+"""Parts that modules offer by name, and the check of names in a configuration."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Parts(dict):
-    """What modules offer by name. Of these, the code of a checkpoint has those that its configuration needs."""
+    """Parts that modules offer by name; a checkpoint's code contains those that its configuration needs."""
 
     # Where other names are found. The package, which has all of ours, names the files of users.
     elsewhere = " in the code of this checkpoint; the package hf_liere has all others: install it, and import hf_liere"
@@ -29,7 +29,7 @@ class Parts(dict):
         Offer what a user defined; again after a change.
 
         Raises:
-            ValueError: if the name is no identifier, or that of something else.
+            ValueError: if the name is not an identifier, or names something else.
         """
         known = self.get(name)
         if not (isinstance(name, str) and name.isidentifier()):

@@ -1,5 +1,5 @@
 """
-Saving of patched transformers of diffusers, see `guards.py`: `save_pretrained` of a patched model, or of a pipeline
+Saving of patched diffusers models, see `guards.py`: `save_pretrained` of a patched model, or of a pipeline
 around it, writes the plain model and beside it the files of `save_rotary`; `from_pretrained` of such a folder, or of a
 repository on the Hub, puts the rotations back. The configuration of a patched model names its patch, so that
 `from_config`, by which `EMAModel` builds a model for its averages, patches the new model too.

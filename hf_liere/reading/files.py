@@ -8,7 +8,7 @@ from ..errors import InputError, MissingLibraryError
 
 
 PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp", ".tif", ".tiff", ".avif")
-# In a folder of frames, an animation is no frame.
+# In a folder of frames, an animation is not a frame.
 FRAME_SUFFIXES = tuple(suffix for suffix in PICTURE_SUFFIXES if suffix != ".gif")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 SCAN_SUFFIXES = (".nii.gz", ".nii", ".img.gz", ".img", ".hdr")
@@ -48,7 +48,7 @@ def is_hidden(path: Path, folder: Path) -> bool:
 
 
 def visible(folder: Path) -> list[Path]:
-    """What lies in a folder, sorted, without what [`is_hidden`]."""
+    """The entries of a folder, sorted, without hidden ones ([`is_hidden`])."""
     return sorted(path for path in folder.iterdir() if not is_hidden(path, folder))
 
 

@@ -42,7 +42,7 @@ def dicom_files(path: Path) -> list[Path]:
 def _is_dicom(file: Path) -> bool:
     if has_suffix(file, DICOM_SUFFIXES):
         return True
-    # Archives and scanners write names without a suffix, such as IM0001. An index of a disc is no slice.
+    # Archives and scanners write names without a suffix, such as IM0001. An index of a disc is not a slice.
     if file.suffix.lstrip(".").isalpha() or file.name == "DICOMDIR":
         return False
     with file.open("rb") as content:

@@ -26,7 +26,7 @@ class CheckpointError(InputError):
 
 
 class DiffusersCheckpointError(CheckpointError):
-    """A model or pipeline of diffusers, where models of transformers are accepted."""
+    """A diffusers model or pipeline, where Transformers models are accepted."""
 
 
 def local_path(checkpoint: str | os.PathLike) -> Path | None:

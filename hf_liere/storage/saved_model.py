@@ -84,7 +84,7 @@ class SavedModel:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """Of the model or the adapter; empty if there is none."""
+        """The configuration of the model or the adapter; empty if there is none."""
         name = ADAPTER_CONFIG if self.is_adapter else CONFIG
         return self.read_json(name) if self.has(name) else {}
 

@@ -101,7 +101,7 @@ def upgrade_checkpoint(
             raise ConversionError(
                 f"model_type={kind!r} of {checkpoint}: accepted are LieREViT… and LieREVideo…, which hf-liere convert "
                 "makes of official checkpoints. In Python, hf_liere.upgrade_encoding accepts models of tokens, and "
-                "hf_liere.patch gives models of transformers and timm learned rotations (docs/pretrained.md)."
+                "hf_liere.patch gives Transformers and timm models learned rotations (docs/pretrained.md)."
             )
         model, _ = load_checkpoint(checkpoint, revision)
         if position_encoding is not None:

@@ -1,14 +1,20 @@
 """Whole runs: two processes against one, resumed against uninterrupted, and what a finished run leaves behind."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from checkout import ROOT
+from checkout import PYTHONPATH, ROOT
 from fresh_process import run_python
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -338,3 +344,17 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
     assert "| 168 × 168 | 2,000 |" in (stored / "README.md").read_text()
     after = load_file(tmp_path / "liere8" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_demo_and_its_runs(tmp_path):
+    command = [sys.executable, ROOT / "training" / "demo.py", "--output_dir", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(map(str, command), env=environment, stdout=subprocess.PIPE, text=True) as demo:
+        assert "60,000 images each, 2 at a time" in demo.stdout.readline()
+        while len(runs := psutil.Process(demo.pid).children()) < 2:
+            assert demo.poll() is None
+            time.sleep(0.1)
+        demo.terminate()
+        assert demo.wait(120) == 128 + signal.SIGTERM
+    assert not any(run.is_running() and run.status() != psutil.STATUS_ZOMBIE for run in runs)

@@ -9,7 +9,7 @@ from .traits import EncodingTraits
 
 
 class GeneratorParameters(EncodingTraits, LearnedRotations):
-    """What a [`RotaryEncoding`] knows of its parameters apart from the rotations."""
+    """The parameters of a [`RotaryEncoding`]: their shapes, start and exact upgrades."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -1,4 +1,4 @@
-"""What the caller of a model gives: tensors, and positions instead of those of a grid."""
+"""Checks of what the caller gives: tensors, and positions in place of those of a grid."""
 
 import math
 

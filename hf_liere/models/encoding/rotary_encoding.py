@@ -99,7 +99,7 @@ class RotaryEncoding(GeneratorParameters):
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
-        """What `forward` returns, for some or all layers, in the form that attention applies fastest; see LieRE's."""
+        """As `forward`, for some or all layers, in the form that attention applies fastest; see LieRE's."""
         placed = positions.locate()
         return self.rotations_from(placed, self.entries(placed.coordinates.device)[:, layers], dtype)
 

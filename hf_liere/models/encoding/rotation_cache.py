@@ -77,7 +77,7 @@ class RotationCache:
         return rotations
 
     def find(self, key: tuple, sources: tuple[torch.Tensor, ...]) -> list[Rotation] | None:
-        """What was stored by this key, if it was computed from sources of these values."""
+        """The rotations stored under this key, if their sources had these values."""
         with self.lock:
             entry = self.stored.get(key)
         return entry.rotations if entry is not None and entry.fits(sources) else None

@@ -1,4 +1,4 @@
-"""What is known of an encoding before it has parameters: defaults and rules."""
+"""Defaults and rules of an encoding, known before it has parameters."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -72,12 +72,12 @@ class EncodingTraits:
 
     @classmethod
     def parts(cls, config) -> list:
-        """What the code of a checkpoint needs, see [`parts.Parts`]."""
+        """The classes that the code of a checkpoint needs, see [`parts.Parts`]."""
         return [cls]
 
 
 class MixedTraits(EncodingTraits):
-    """Those of RoPE-Mixed, which factors of a model's own planes have too."""
+    """Traits of RoPE-Mixed, shared by the factors of a model's own planes."""
 
     description = "RoPE-Mixed: rotations of planes by learned frequencies of all axes"
     block_sizes = PLANES

@@ -1,5 +1,5 @@
 """
-Learned rotations inside pretrained models of transformers, and the model classes that restore them.
+Learned rotations inside pretrained Transformers models, and the model classes that restore them.
 
 Imports from every other room of `models`; none imports from it. Start at `rotary_patch.plan`, then read `vision_patch`
 and `patched_forward` (vision towers) or `pretrained_patch` (models with RoPE). These offer what they plan by name, so

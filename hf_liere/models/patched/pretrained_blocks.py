@@ -99,7 +99,7 @@ class PretrainedBlocks(PretrainedRope):
                 start_at(self.get_submodule(group).encoding, frequencies, self.label)
 
     def _read_planes(self, module: nn.Module, layer: int) -> Planes:
-        """Those that a layer of the pretrained model turns."""
+        """The planes that a layer of the pretrained model rotates."""
         planes = self.layouts[self.layout_of_layer[layer]]
         speeds = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))  # (planes,)
         return Planes.from_pairing(speeds, planes.layout.axes, "adjacent", planes.layout.num_axes)

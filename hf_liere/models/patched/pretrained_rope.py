@@ -61,7 +61,7 @@ class RopePlanes(nn.Module):
         return cos, sin  # 2 × (…, N, D)
 
     def identity(self, own: Turn) -> Turn:
-        """Of angles of zero: the factor alone."""
+        """cos and sin of angles of zero, times the attention factor."""
         if isinstance(own, torch.Tensor):
             return torch.full_like(own, self.layout.factor)
         return torch.full_like(own[0], self.layout.factor), torch.zeros_like(own[1])

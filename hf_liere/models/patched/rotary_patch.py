@@ -106,7 +106,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
 
     @property
     def kind(self) -> str:
-        """That of the towers it is for, among `PLANS`."""
+        """The kind of model it is for, a key of `PLANS`."""
         return "models with RoPE" if self.rotary_init == "pretrained" else "vision towers"
 
     def parts(self) -> list:

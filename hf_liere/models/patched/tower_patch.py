@@ -26,7 +26,7 @@ AnyPass = TypeVar("AnyPass", bound="Pass")
 
 
 def _get_passes() -> tuple["Pass", ...]:
-    """Those that run in this thread, the innermost last."""
+    """The passes that run in this thread, the innermost last."""
     return getattr(_running, "passes", ())
 
 
@@ -70,7 +70,7 @@ class Pass:
 
 @dataclass(eq=False)
 class AttentionPass(Pass):
-    """That of the attention module with the index `layer` in its tower."""
+    """A pass through the attention module with the index `layer` in its tower."""
 
     layer: int
 

@@ -1,5 +1,5 @@
 """
-Vision towers inside models of transformers: attention that uses transformers' attention interface, inside a module with
+Vision towers inside Transformers models: attention that uses transformers' attention interface, inside a module with
 a patch embedding. They are found by what their modules do, never by class name.
 """
 

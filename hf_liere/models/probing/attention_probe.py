@@ -109,12 +109,12 @@ class Probe:
 
     @property
     def quarter(self) -> list[Turn]:
-        """What attention takes as `position_embeddings` for an angle of zero, and for one of π/2."""
+        """The `position_embeddings` for an angle of zero, and those for π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
         return [self.join(ones, zeros), self.join(zeros, ones)]
 
     def join(self, cos: torch.Tensor, sin: torch.Tensor) -> Turn:
-        """What attention takes as `position_embeddings` for (…, N, D) cos and sin, in the type of its weights."""
+        """The `position_embeddings` for (…, N, D) cos and sin, in the dtype of attention's weights."""
         dtype = _weight_type(self.attention)
         return torch.complex(cos, sin) if self.layout.is_complex else (cos.to(dtype), sin.to(dtype))
 
@@ -176,7 +176,7 @@ class Probe:
         return None
 
     def call_module(self, form: "Form", module: nn.Module, turn: Turn, shared: "SharedStates | None" = None):
-        """What an attention module, or one around it, returns for a few tokens. Raises what it raises."""
+        """Calls an attention module, or one around it, with a few tokens; its errors are passed on."""
         tokens = self.coordinates.shape[-2]
         device, dtype = device_of(module), _weight_type(module)
         turn = turn.to(device) if isinstance(turn, torch.Tensor) else tuple(x.to(device) for x in turn)
@@ -239,7 +239,7 @@ class Probe:
     @functools.cached_property
     @torch.no_grad()
     def later_modules(self) -> "Replacement":
-        """What replaces modules that get queries or keys after their rotation (norms): they return what they get."""
+        """Replaces modules that get queries or keys after their rotation (norms) by the identity."""
         recorded: list[dict[str, list[torch.Tensor]]] = []
         for turn in self.quarter:
             outputs: dict[str, list[torch.Tensor]] = {}

@@ -39,7 +39,7 @@ def takes(module: nn.Module, argument: str) -> bool:
 
 
 def cache_name(names: Iterable[str]) -> str | None:
-    """That of keys and values of earlier tokens among the names of arguments or outputs, if any."""
+    """The argument or output that contains the KV cache, or `None`."""
     return next((name for name in CACHES if name in names), None)
 
 

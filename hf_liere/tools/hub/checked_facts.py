@@ -54,7 +54,7 @@ NOT_RECORDED = "not recorded"
 
 @dataclass(frozen=True)
 class Run(Record):
-    """What the record of a run says; empty without one."""
+    """The record of a run; empty without one."""
 
     training: dict = fact("a json object", dict)
     data: dict = fact("a json object", dict)
@@ -224,7 +224,7 @@ def data_of_run(run: Run, side: str) -> Data:
 
 
 def _everything_recorded(saved: SavedModel, run: Run, model: dict[str, Any], measured: list[Figure]) -> dict[str, Any]:
-    """What the records of a checkpoint say, by the names of [`Facts`], also where a card shows only a part."""
+    """All recorded facts of a checkpoint, by the names of [`Facts`], even where a card shows only a part."""
     recorded: dict[str, Any] = {"weights": saved.digest, "results": measured, "cost": {"parameters": saved.parameters}}
     if measured:
         recorded["evaluation_data"] = measured[0].data

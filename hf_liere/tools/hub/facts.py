@@ -1,4 +1,4 @@
-"""What is known of a checkpoint, as records that refuse wrong values, and the files in model_cards/ with such facts."""
+"""Facts of a checkpoint, as records that refuse wrong values, and the files in model_cards/ that contain such facts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -109,7 +109,7 @@ def _are_measures(numbers: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Figure(Record):
-    """What was measured with one model on inputs of one size, in an evaluation or in a paper."""
+    """Measurements of one model on inputs of one size, from an evaluation or a paper."""
 
     image_size: list[int] = fact("a number of pixels, or [height, width]", holds=lambda sides: len(sides) in (2, 3))
     numbers: dict[str, Any] = fact("finite numbers, accuracy as a share of 1: 69.6% is 0.696", holds=_are_measures)

@@ -42,7 +42,7 @@ def readings(text: str) -> Iterator[str]:
 
 
 def find_named_secret(name: str, text: str) -> str | None:
-    """What a file of this name and text contains, without its value; `None` if nothing was found."""
+    """Names the kind of secret in a file of this name and text, without its value; `None` if there is none."""
     mended = (BREAK.sub("", broken[0]) for broken in BROKEN_TOKEN.finditer(text))
     # Words of two lines make up less.
     if any(TOKEN.match(whole) and len(whole) > 32 for whole in mended):

@@ -193,7 +193,7 @@ def analyse(
 
 
 def find_transformer(model: nn.Module) -> tuple[nn.Module, Tower | None]:
-    """What is inspected: the transformer of a model of tokens and `None`, or the module of a vision tower and this."""
+    """The module to inspect: a token model's transformer and `None`, or a vision tower's module and the tower."""
     base = getattr(model, "base_model", model)
     if isinstance(base, LieRETokensModel):
         return base, None

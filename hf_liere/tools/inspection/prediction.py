@@ -179,7 +179,7 @@ def prepare(sample: Sample, preparation: Preparation, tower: Tower, processor: A
 
 
 def _place(sample: Sample, processor: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What physical coordinates need: distances of rows and columns after resizing and cropping, and of frames."""
+    """Distances of rows, columns (after resizing and cropping) and frames, for physical coordinates."""
     if sample.places is None:
         return {}
     shown, (extents, times) = sample.frames.shape[1:3], sample.places

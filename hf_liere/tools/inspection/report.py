@@ -21,7 +21,7 @@ UNROTATED = {"none": "no positions at all", "absolute": "a learned table of abso
 
 
 def environment() -> jinja2.Environment:
-    """What renders the templates."""
+    """The jinja environment that renders the templates."""
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
         autoescape=True,

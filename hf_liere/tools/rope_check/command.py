@@ -28,7 +28,7 @@ WIDTH = 32
 
 
 def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
-    """What a model rotates, and what is wrong with it on this machine."""
+    """Describes what a model rotates and what is wrong with it on this machine."""
     try:
         model = (
             load_checkpoint(name, dtype="auto", **options)[0]
@@ -143,7 +143,7 @@ def _show_position(diagnosis: Diagnosis) -> str:
 
 
 def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
-    """What is wrong, a line for each possible cause and, with an indent, one on its fix; empty if nothing is."""
+    """One line for each possible cause and, indented, one for its fix; empty if nothing is wrong."""
     if diagnosis.is_right:
         return []
     size = (

@@ -1,4 +1,4 @@
-"""What is wrong with computed rotations: errors against float64, and the fault that explains them."""
+"""Diagnoses computed rotations: errors against float64, and the fault that explains them."""
 
 import math
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""What the transformers of diffusers rotate, from a configuration or with the weights."""
+"""The rotations of diffusers models, read from a configuration or with the weights."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,7 +87,7 @@ def _read(model: Any, folder: Path, part: str, with_weights: bool) -> FoundRotat
 
 
 def _describe_learned(planes: Planes, encoding: Any) -> list[str]:
-    """What the learned rotations of a patched model change."""
+    """Describes what the learned rotations of a patched model change."""
     if not isinstance(encoding, LearnedFrequencies):
         config = encoding.config
         return [f"{config.position_encoding} with blocks of {encoding.encoding.block_size} has replaced this rotation"]

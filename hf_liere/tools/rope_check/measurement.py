@@ -1,4 +1,4 @@
-"""What a rotary module computes on this machine, in the types and calls in which models use it, against float64."""
+"""Measures a rotary module on this machine against float64, in the dtypes and calls in which models use it."""
 
 import contextlib
 import copy
@@ -123,7 +123,7 @@ def _are_equal(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) ->
 
 
 def find_cache_faults(model: PreTrainedModel) -> list[str]:
-    """What differs for the last of some tokens between a full pass of a model that generates and one with a cache."""
+    """Compares the last token of a full pass with that of a pass with a cache, for models that generate."""
     if not model.can_generate() or "input_ids" not in forward_arguments(model):
         return []
     rotations: dict[str, tuple[torch.Tensor, ...]] = {}

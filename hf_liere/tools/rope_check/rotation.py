@@ -1,4 +1,4 @@
-"""What a rotary position embedding computes, in float64, right or with the faults that implementations have."""
+"""A rotary position embedding in float64, right or with the faults that implementations have."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -47,7 +47,7 @@ def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors
 
 
 def read_tensors(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file. Raises [`VectorsError`] if it is no file of safetensors."""
+    """The tensors and the metadata of a file. Raises [`VectorsError`] if it is not a safetensors file."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -89,7 +89,7 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
         vectors: The right results of all rotations of the model.
 
     Raises:
-        VectorsError: if the file contains no result of any rotation, one of none, or one that is no table of numbers.
+        VectorsError: if the file contains no result of any rotation, one of none, or one that is not a table.
     """
     tensors, _ = read_tensors(path)
     if len(vectors) == 1:
