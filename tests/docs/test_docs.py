@@ -181,12 +181,12 @@ def test_every_command_is_accepted(page, reader, monkeypatch):
 
 def check_script(words: list[str], monkeypatch) -> None:
     """The flags of a training script, and of what launches it the files."""
-    place = next(index for index, word in enumerate(words) if re.fullmatch(r"training/\w+\.py", word))
+    place = next(index for index, word in enumerate(words) if re.fullmatch(r"training/(evidence/)?\w+\.py", word))
     assert all(Path(word).is_file() for word in words[:place] if word.endswith(".yaml")), words
     if "diffusion" in words[place] and find_spec("diffusers") is None:
         # It needs Python 3.11.
         return
-    script, arguments = importlib.import_module(f"training.{Path(words[place]).stem}"), words[place + 1 :]
+    script, arguments = importlib.import_module(words[place].removesuffix(".py").replace("/", ".")), words[place + 1 :]
     if hasattr(script, "ARGUMENT_CLASSES"):
         # The recipes' bfloat16 is for GPUs.
         parse_arguments([*arguments, "--use_cpu", "true", "--bf16", "false"], script.ARGUMENT_CLASSES)

@@ -32,6 +32,7 @@ from contextlib import suppress
 
 import torch
 
+from ...geometry.common_planes import CommonPlanes, find_common_planes, generator_matrices
 from ...models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
 from ...models.encoding.fixed_encodings import AXIAL_FIELDS
 from ...models.encoding.kinds import ENCODINGS, encoding_of, generators_commute
@@ -40,7 +41,6 @@ from ...models.encoding.rotary_fields import OWN_FIELDS
 from ...models.rotation.exponential import skew_entries
 from ...models.transformer.configuration_liere import LieREConfig
 from ...models.transformer.pretrained import LieREPreTrainedModel
-from ..inspection.common_planes import CommonPlanes, find_common_planes, generator_matrices
 from .base import ConversionError, refusing
 from .rebuilding import LEARNED_ENCODINGS, change_config, rebuild
 

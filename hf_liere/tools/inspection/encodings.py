@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ...geometry.common_planes import find_common_planes, generator_matrices
 from ...models.encoding.commuting_encodings import FoldedPlanes
 from ...models.encoding.fixed_encodings import grid_steps
 from ...models.encoding.folding import build_encoding
@@ -24,7 +25,6 @@ from ...models.encoding.rotary_encoding import RotaryEncoding
 from ...models.encoding.starts import start_of
 from ...models.rotation.exponential import skew
 from ...plain.lie_rotary import rotations
-from .common_planes import find_common_planes, generator_matrices
 
 
 # Number of sampled pairs of patches; each needs an eigenvalue decomposition per block.

@@ -13,12 +13,12 @@ import hf_liere
 import hf_liere.models.encoding.commuting_encodings
 import hf_liere.models.encoding.rotary_encoding
 import hf_liere.models.encoding.string_encodings
+from hf_liere.geometry.common_planes import find_common_planes
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
 from hf_liere.models.rotation.bases import eigenbasis, to_basis
 from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.models.rotation.rotation import PlaneRotation
-from hf_liere.tools.inspection.common_planes import find_common_planes
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

@@ -18,9 +18,9 @@ MODULES = (
     "__init__.py",
     "app.py",
     "data/arrows.py",
-    "playground/page.py",
-    "playground/pictures.py",
-    "playground/predictions.py",
+    "tasks/playground/page.py",
+    "tasks/playground/pictures.py",
+    "tasks/playground/predictions.py",
 )
 CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
 # gradio is installed through the card's sdk_version, with a suitable version of huggingface_hub.
