@@ -19,6 +19,7 @@ from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel, weights_digest
 from training.common.arguments import RunArguments
+from training.common.heap import keep_freed_memory
 from training.common.messages import is_lost_worker, reason
 from training.common.process_group import leave_process_group
 from training.common.records import (
@@ -42,6 +43,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def start(main: Callable[[], Any]) -> None:
     """Runs a script. Errors that users can correct are printed as one sentence without a traceback."""
     stopped = None
+    keep_freed_memory()
     try:
         try:
             main()
