@@ -1,0 +1,292 @@
+"""What each trick of `models/fast` and `kernels` saves of a step, by switching it off.
+
+    python training/evidence/price_list.py --output outputs/price.jsonl       # everything: an hour and a half
+    python training/evidence/price_list.py --output outputs/price.jsonl --tricks "huge pages" --recipes liere8_training
+
+Every trick is measured last: everything else stays on. With `--alone` it is measured first: nothing else is on. A block
+is a step without the trick, two with it, and one without it (A X X A), in processor time of one thread, in one process
+and with one model. What the trick saves is 1 − X/A of a block; the table has the median over the blocks, the 90%
+interval of the median by order statistics, and the lines of code that would go. Lines of C++ are those of headers that
+serve the trick alone.
+
+A trick pays if the upper end of its interval reaches 1% in some recipe. Results are json lines; an interrupted list
+goes on when it is started again with the same output.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_liere.kernels import cpu
+from hf_liere.models.encoding import positions, projections, rotation_cache
+from hf_liere.models.fast import closed_forms, exponential_gradient, quaternions, scaling_and_squaring
+from hf_liere.models.fast.dispatch import plain_operations
+from hf_liere.tools.environment import cpu_name
+from training.evidence.speed.models import Row, Settings, build_model, logits
+
+
+KERNELS = Path(cpu.__file__).parent
+MODEL = Settings("small", 4, 8, 224, 16, None, "cpu", "float32", "sdpa", False)
+VIDEO = dataclasses.replace(MODEL, batch_size=1, num_frames=16, image_size=112)
+HALF = dataclasses.replace(MODEL, dtype="bfloat16")
+CONFIDENCE = 0.90
+
+
+class Recipe(NamedTuple):
+    """A model, and whether it trains."""
+
+    row: str
+    trains: bool
+    settings: Settings
+
+
+class Trick(NamedTuple):
+    """
+    Attributes:
+        recipes: Beginnings of the names of recipes in which it does something.
+        code: Python functions, classes and modules that only the trick needs.
+        headers: C++ files that only the trick needs.
+        off: A context without it.
+    """
+
+    recipes: tuple[str, ...]
+    code: tuple[Any, ...]
+    headers: tuple[str, ...]
+    off: Callable[[], contextlib.AbstractContextManager]
+
+    def lines(self) -> int:
+        python = sum(len(inspect.getsource(part).splitlines()) for part in self.code)
+        return python + sum(len((KERNELS / name).read_text().splitlines()) for name in self.headers)
+
+
+def replaced(owner: Any, name: str, value: Any) -> Callable[[], contextlib.AbstractContextManager]:
+    return lambda: mock.patch.object(owner, name, value)
+
+
+def off_kernels(*names: str) -> Callable[[], contextlib.AbstractContextManager]:
+    """Plain operations in place of kernels of these functions."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        kept = {name: vars(cpu)[name] for name in names}
+        for name in names:
+            delattr(cpu, name)
+        try:
+            yield
+        finally:
+            vars(cpu).update(kept)
+
+    return context
+
+
+def taylor_coefficients(norm: float, dtype: torch.dtype) -> tuple[float, ...]:
+    """As `derivative_coefficients`, of the Taylor polynomial with the same error."""
+    error, coefficients = {torch.float32: 1e-7, torch.float64: 1e-13}[dtype], [1.0]
+    while (2 * norm) ** len(coefficients) / math.factorial(len(coefficients) + 1) > error:
+        coefficients.append(1 / math.factorial(len(coefficients) + 1))
+    return tuple(coefficients)
+
+
+RECIPES = {
+    f"{name}_{'training' if trains else 'inference'}": Recipe(row, trains, settings)
+    for name, row, settings in (
+        ("rope_mixed", "rope_mixed", MODEL),
+        ("comrope_ld8", "comrope_ld8", MODEL),
+        ("liere8", "liere8", MODEL),
+        ("liere64", "liere64", MODEL),
+        ("liere4", "liere4", MODEL),
+        ("centred_liere8", "centred_liere8", MODEL),
+        ("bfloat16_liere8", "liere8", HALF),
+        ("bfloat16_liere64", "liere64", HALF),
+        ("video_liere8", "liere8", VIDEO),
+    )
+    for trains in (True, False)
+}
+DENSE = ("liere8", "liere64", "centred_liere8", "video_liere8", "bfloat16")
+PLANES = ("rope_mixed", "comrope_ld8")
+TRICKS = {
+    "closed forms of 3 and 4": Trick(
+        ("liere4",), (quaternions,), ("quaternions.h",), lambda: mock.patch.dict(closed_forms.CLOSED_FORMS, clear=True)
+    ),
+    "rays of a grid": Trick(
+        DENSE,
+        (scaling_and_squaring._grid_rays, exponential_gradient._tangent_of_first, positions.GridFacts.rays),
+        (),
+        replaced(positions.GridFacts, "rays", lambda self: None),
+    ),
+    "gradient by moments": Trick(
+        DENSE,
+        (
+            exponential_gradient.gradient_by_moments,
+            exponential_gradient._apply_polynomials,
+            exponential_gradient.product_indices,
+            exponential_gradient._take,
+            exponential_gradient._powers,
+            cpu.moments_gradient,
+        ),
+        (),
+        replaced(exponential_gradient, "MOST_MOMENT_AXES", 0),
+    ),
+    "shorter polynomial of the derivative": Trick(
+        DENSE,
+        (exponential_gradient.derivative_coefficients,),
+        (),
+        replaced(exponential_gradient, "derivative_coefficients", taylor_coefficients),
+    ),
+    "float32 products for half types": Trick(
+        ("bfloat16",),
+        (scaling_and_squaring.product_dtypes,),
+        (),
+        replaced(scaling_and_squaring, "FLOAT32_SQUARINGS", {}),
+    ),
+    "cache of rotations": Trick(
+        ("",),
+        (rotation_cache,),
+        (),
+        replaced(
+            rotation_cache.RotationCache, "rotations", lambda self, encoding, *given: encoding.layer_rotations(*given)
+        ),
+    ),
+    "basis in the weights": Trick(
+        ("comrope_ld8",), (projections._LinearInBasis,), (), replaced(projections, "_obstacle", lambda layer: "off")
+    ),
+    "huge pages": Trick(
+        ("",), (cpu._prefer_huge_pages,), (), replaced(cpu, "_prefer_huge_pages", lambda tensor: tensor)
+    ),
+    "kernel of rotated states": Trick(("",), (cpu.apply_rotation,), (), off_kernels("apply_rotation")),
+    "kernel of exponentials": Trick(DENSE, (cpu.block_rotations,), (), off_kernels("block_rotations")),
+    "kernel of tangents": Trick(DENSE, (cpu.block_tangents,), (), off_kernels("block_tangents")),
+    "kernel of moments": Trick(DENSE, (cpu.moments_gradient,), (), off_kernels("moments_gradient")),
+    "kernel of outer products": Trick(DENSE, (cpu.outer_products,), (), off_kernels("outer_products")),
+    "kernel of cos and sin": Trick(
+        PLANES, (cpu.cos_sin, cpu.cos_sin_backward), (), off_kernels("cos_sin", "cos_sin_backward")
+    ),
+    "kernel of planes, backward": Trick(("rope_mixed",), (cpu.planes_backward,), (), off_kernels("planes_backward")),
+    "kernel of angles": Trick(PLANES, (cpu.angle_gradients,), (), off_kernels("angle_gradients")),
+    "kernel of commuting generators, backward": Trick(
+        ("comrope_ld8",), (cpu.commuting_backward,), ("commuting.h",), off_kernels("commuting_backward")
+    ),
+    "kernels of quaternions": Trick(
+        ("liere4",),
+        (cpu.quaternion_rotations, cpu.quaternion_gradients, cpu._quaternions),
+        ("quaternions.h",),
+        off_kernels("quaternion_rotations", "quaternion_gradients"),
+    ),
+    "all kernels": Trick(("",), (cpu,), (), plain_operations),
+}
+ALL_KERNELS = "all kernels"
+
+
+class Steps:
+    """Steps of a recipe's model, with some tricks off."""
+
+    def __init__(self, recipe: Recipe):
+        torch.manual_seed(0)
+        self.recipe, self.settings = recipe, recipe.settings
+        self.model = build_model(self.settings, Row.parse(recipe.row), recipe.trains)
+        self.pixels = self.settings.pixels()
+        if not recipe.trains:
+            self.pixels = self.pixels.to(self.settings.torch_dtype)
+
+    def run(self) -> None:
+        if not self.recipe.trains:
+            with torch.no_grad():
+                logits(self.model, self.pixels)
+            return
+        self.model.zero_grad()
+        with self.settings.autocast():
+            loss = logits(self.model, self.pixels).float().logsumexp(-1).sum()
+        loss.backward()
+
+    def seconds(self, off: list[str]) -> float:
+        """Processor time of a step without these tricks."""
+        with contextlib.ExitStack() as stack:
+            for name in off:
+                stack.enter_context(TRICKS[name].off())
+            start = time.process_time()
+            self.run()
+            return time.process_time() - start
+
+
+def measure(recipe: str, trick: str, alone: bool, blocks: int) -> dict[str, Any]:
+    """The seconds of all steps, in blocks A X X A: A without the trick, X with it."""
+    steps = Steps(RECIPES[recipe])
+    others = [name for name in TRICKS if name not in (trick, ALL_KERNELS)] if alone else []
+    off = {"A": [*others, trick], "X": others}
+    for name in "AXAX":
+        steps.seconds(off[name])
+    seconds = [[steps.seconds(off[name]) for name in "AXXA"] for _ in range(blocks)]
+    return {"recipe": recipe, "trick": trick, "alone": alone, "seconds": seconds}
+
+
+def savings(seconds: list[list[float]]) -> tuple[float, float, float]:
+    """Median over the blocks of 1 − X/A, and its interval by order statistics."""
+    values = sorted(1 - (x + y) / (a + b) for a, x, y, b in seconds)
+    count = len(values)
+    tails = [sum(math.comb(count, heads) for heads in range(k)) / 2**count for k in range(1, count // 2 + 1)]
+    k = max(1, sum(tail <= (1 - CONFIDENCE) / 2 for tail in tails))
+    return statistics.median(values), values[k - 1], values[count - k]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """One row for each trick: lines, and what it saves in every recipe in which it was measured."""
+    rows = ["| trick | lines | last | saves of a step |", "|---|---:|---|---|"]
+    for alone in (False, True):
+        for name, trick in TRICKS.items():
+            found = [result for result in results if (result["trick"], result["alone"]) == (name, alone)]
+            said = []
+            for result in found:
+                middle, low, high = savings(result["seconds"])
+                said.append(f"{result['recipe']} {middle:.1%} ({low:.1%} – {high:.1%})")
+            if said:
+                rows.append(f"| {name} | {trick.lines()} | {'no' if alone else 'yes'} | {'; '.join(said)} |")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="json lines")
+    parser.add_argument("--tricks", nargs="+", choices=TRICKS, default=list(TRICKS), metavar="TRICK")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
+    parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
+    parser.add_argument("--alone", action="store_true", help="with nothing else on")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    done = [json.loads(line) for line in given.output.read_text().splitlines()] if given.output.exists() else []
+    known = {(result["recipe"], result["trick"], result["alone"]) for result in done}
+    pairs = [
+        (recipe, trick)
+        for trick in given.tricks
+        for recipe in given.recipes
+        if recipe.startswith(TRICKS[trick].recipes) and (recipe, trick, given.alone) not in known
+    ]
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cpu": cpu_name(), "torch": torch.__version__, "python": platform.python_version()}
+    for recipe, trick in tqdm(pairs, unit="pair"):
+        result = {**measure(recipe, trick, given.alone, given.blocks), **machine}
+        done.append(result)
+        with given.output.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+    print(table(done))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
