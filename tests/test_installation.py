@@ -213,9 +213,12 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
 
 def test_scripts_name_the_extra_after_a_plain_installation(installed, tmp_path):
     for script, extra in {"image_classification": "train", "app": "app"}.items():
-        process = run([installed / "python", ROOT / "training" / f"{script}.py", "--help"], tmp_path)
+        process = run([installed / "python", ROOT / "training" / f"{script}.py", "--do_train"], tmp_path)
         message = rf"error: \w+ is not installed; pip install -e '\.\[{extra}\]' installs it\.\n"
         assert process.returncode == 1 and re.fullmatch(message, process.stderr), process.stderr
+    # The help reads sources and needs no library of an extra.
+    process = run([installed / "python", ROOT / "training" / "image_classification.py", "--help"], tmp_path)
+    assert process.returncode == 0 and process.stdout.startswith("usage: "), process.stderr
 
 
 HELP = """
@@ -249,10 +252,3 @@ def test_training_scripts_print_their_help(help_texts, script):
         pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
     status, text = help_texts[script]
     assert status == 0 and text.startswith("usage: "), text
-
-
-def test_help_prints_percent_signs_and_defaults(help_texts):
-    text = " ".join(help_texts["image_classification.py"][1].split())
-    assert "a rectangle of 2 … 33% of the normalised image" in text and "~20% slower training" in text
-    assert "%%" not in text and "%(default)s" not in text
-    assert "Probability of a horizontal flip. (default: 0.0)" in text

@@ -25,6 +25,13 @@ from typing import Any
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from training.common.help import answer_help
+
+
+if __name__ == "__main__":
+    # Before the imports that take seconds.
+    answer_help(__file__)
+
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.command_line import parse_arguments
 from training.engine.patching import PatchArguments

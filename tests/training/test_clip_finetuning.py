@@ -267,7 +267,7 @@ def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_
         (["--head_learning_rate_factor", -1], "accepted: 0 and above"),
         (["--resume_from_checkpoint", "last"], "contains no checkpoint"),
         (["--push_to_hub"], "--push_to_hub"),
-        (["--blocksize", 4], "close matches: block_size"),
+        (["--blocksize", 4], "the closest is 'block_size'"),
         ("--position_encoding rope_mixed --block_size 4".split(), "its only block_size is 2"),
     ],
 )

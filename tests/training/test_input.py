@@ -11,11 +11,21 @@ import numpy as np
 import pytest
 import torch
 from checkout import ROOT
+from huggingface_hub.dataclasses import type_validator
 from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
 from hf_liere.storage.client import HubError
-from training.common.arguments import AugmentationArguments, DataArguments, InputError, ModelArguments, RunArguments
+from training.common.arguments import (
+    AugmentationArguments,
+    DataArguments,
+    InputError,
+    ModelArguments,
+    RunArguments,
+    TokensModelArguments,
+    VideoModelArguments,
+    architecture_fields,
+)
 from training.common.command_line import parse_arguments
 from training.data.images import load_images
 from training.data.sources import PARTS, DataRequest
@@ -225,7 +235,7 @@ def run(*flags):
         (["--position_encoding", "rope"], "position_encoding.*rope_mixed"),
         (["--block_size", 5, "--position_encoding", "comrope_ld"], "block_size=5 must divide head_dim=8"),
         (["--coordinates", "physical", "--physical_unit", 8], "--coordinates physical: images have no pixel spacing"),
-        (["--leraning_rate", 1], "There is no flag '--leraning_rate'; close matches: learning_rate"),
+        (["--leraning_rate", 1], "There is no flag '--leraning_rate'; the closest is 'learning_rate'"),
         (["--flip_probability", 1.5], "--flip_probability 1.5 is not a probability; accepted: 0 … 1"),
         (["--learning_rate", "nan"], "--learning_rate nan; accepted: 0 and above"),
         (["--learning_rate", -1], "--learning_rate -1.0; accepted: 0 and above"),
@@ -278,7 +288,7 @@ def test_a_missing_recipe_and_an_unknown_key_in_one(tmp_path):
     with pytest.raises(InputError, match="mine.yaml, line 2, column 20: this is not yaml .mapping values"):
         main([str(recipe), "--output_dir", str(tmp_path)])
     recipe.write_text("weight_decya: 0.1\n")
-    with pytest.raises(InputError, match="no key in mine.yaml 'weight_decya'; close matches: weight_decay"):
+    with pytest.raises(InputError, match="no key in mine.yaml 'weight_decya'; the closest is 'weight_decay'"):
         main([str(recipe), "--output_dir", str(tmp_path)])
 
 
@@ -368,6 +378,50 @@ def test_several_numbers_after_a_field_are_a_list():
     assert model.architecture() == {"physical_unit": [32, 32, 32.5], "image_size": [96, 128], "hidden_size": 64}
     model, *_ = parse("--physical_unit", "[32,32,32]", "--do_eval")
     assert model.architecture() == {"physical_unit": [32, 32, 32]}
+
+
+@pytest.mark.parametrize(
+    "kind, name, given, value",
+    [
+        (ModelArguments, "spins", ["1"], [1]),
+        (ModelArguments, "spins", ["1", "2"], [1, 2]),
+        (ModelArguments, "position_table_size", ["8", "8"], [8, 8]),
+        (ModelArguments, "folded_grids", ["[[7,7]]"], [[7, 7]]),
+        (ModelArguments, "image_size", ["96"], 96),
+        (TokensModelArguments, "position_table_size", ["16"], [16]),
+        (TokensModelArguments, "position_origin", ["-1.5", "0", "2e-3"], [-1.5, 0, 2e-3]),
+        (TokensModelArguments, "position_scale", ["0.5"], 0.5),
+        (VideoModelArguments, "physical_unit", ["12", "8", "8"], [12, 8, 8]),
+        (VideoModelArguments, "patch_size", ["8,16"], [8, 16]),
+    ],
+)
+def test_lists_on_the_command_line_have_the_type_of_their_field(kind, name, given, value):
+    """The strict types of the configurations are huggingface_hub's."""
+    model, _ = parse_arguments(
+        [f"--{name}", *given, "--output_dir", "unused", "--use_cpu", "true", "--do_eval"], (kind, RunArguments)
+    )
+    assert model.architecture() == {name: value} and type(model.architecture()[name]) is type(value)
+    type_validator(name, value, architecture_fields(kind.config_class)[name].type)
+
+
+def test_values_that_a_flag_does_not_take(capsys):
+    """One line, without the usage of all flags."""
+    for given, message in (
+        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--image_size"], "argument --image_size.*: expected one argument"),
+        (["--hidden_size", "64", "wide"], "'wide' follows a flag that takes no further value"),
+        (["--hidden_sise", "64"], "There is no flag '--hidden_sise'; the closest is 'hidden_size'"),
+        (["--positon-encoding", "liere"], "There is no flag '--positon-encoding'; the closest is 'position_encoding'"),
+        (["--zzz"], "There is no flag '--zzz'; --help and --help_all list what is accepted"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse(*given, "--do_eval")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_closest_recipe_is_named():
+    with pytest.raises(InputError, match="no recipe 'training/recipes/arrows-mni.yaml'; the closest is 'arrows_mini'"):
+        parse("--recipe", "training/recipes/arrows-mni.yaml")
 
 
 def test_flags_without_what_they_need(monkeypatch):

@@ -391,7 +391,7 @@ CHECKPOINT = "CHECKPOINT"
         ([CHECKPOINT, "--attn_implementation", "fast"], "--attn_implementation fast: .*; accepted: sdpa, eager"),
         (["--push_to_hub"], "--push_to_hub"),
         (["--resume_from_checkpoint", "last"], "contains no complete checkpoint"),
-        (["--blocksize", 4], "close matches: block_size"),
+        (["--blocksize", 4], "the closest is 'block_size'"),
     ],
 )
 def test_bad_input_is_refused_before_any_training(flags, message, llama, data, tmp_path):

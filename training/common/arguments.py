@@ -6,12 +6,13 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_origin
 
 import torch
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy
+from transformers.training_args import TrainingArguments
 
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from hf_liere.errors import InputError
@@ -38,8 +39,13 @@ class CheckpointArguments:
 
     def architecture(self) -> dict[str, Any]:
         """The fields of the model's configuration that were given, converted from text."""
-        given = {name: getattr(self, name) for name in architecture_fields(self.config_class)}
-        return {name: _parse_value(text) for name, text in given.items() if text is not None}
+        given = {name: (getattr(self, name), entry) for name, entry in architecture_fields(self.config_class).items()}
+        values = {name: (_parse_value(text), entry.type) for name, (text, entry) in given.items() if text is not None}
+        # One number for a field that takes lists alone is a list of one.
+        return {
+            name: [value] if type(value) in (int, float) and _takes_lists_alone(kind) else value
+            for name, (value, kind) in values.items()
+        }
 
 
 def architecture_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
@@ -52,24 +58,39 @@ def architecture_fields(config_class: type[PreTrainedConfig]) -> dict[str, datac
     }
 
 
-def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[CheckpointArguments]:
-    """Every field of a configuration as a flag. The configuration validates the values, so the flags are text."""
-    flags = [
-        (field_name, str | None, flag(None, f"{field_name} of {config_class.__name__}, there {entry.default!r}."))
-        for field_name, entry in architecture_fields(config_class).items()
-    ]
-    text = (
+def configuration_flags(kind: type) -> type:
+    """
+    Decorator of an argument class with a `config_class`: every field of that configuration becomes a flag. The
+    configuration validates the values, so the flags are text; its docstring describes them, see `training.common.help`.
+    """
+    flags = [(name, str | None, field(default=None)) for name in architecture_fields(kind.config_class)]
+    made = dataclasses.make_dataclass(kind.__name__, flags, bases=(kind,))
+    made.__module__ = kind.__module__
+    return made
+
+
+@dataclass
+class ArchitectureArguments(CheckpointArguments):
+    upgrade_encoding: bool = flag(
+        False,
         "Upgrade the checkpoint to --position_encoding, --block_size, --share_heads and --share_layers. The upgrade is "
-        "exact: the outputs stay the same and more parameters can learn."
+        "exact: the outputs stay the same and more parameters can learn.",
     )
-    flags.append(("upgrade_encoding", bool, flag(False, text)))
-    namespace = {"config_class": config_class}
-    return dataclasses.make_dataclass(name, flags, bases=(CheckpointArguments,), namespace=namespace)
 
 
-ModelArguments = _model_arguments("ModelArguments", LieREViTConfig)
-VideoModelArguments = _model_arguments("VideoModelArguments", LieREVideoConfig)
-TokensModelArguments = _model_arguments("TokensModelArguments", LieRETokensConfig)
+@configuration_flags
+class ModelArguments(ArchitectureArguments):
+    config_class = LieREViTConfig
+
+
+@configuration_flags
+class VideoModelArguments(ArchitectureArguments):
+    config_class = LieREVideoConfig
+
+
+@configuration_flags
+class TokensModelArguments(ArchitectureArguments):
+    config_class = LieRETokensConfig
 
 
 @dataclass
@@ -224,6 +245,11 @@ class AugmentationArguments:
 class RunArguments(TrainingArguments):
     """Trainer's arguments, those that this project adds, and other defaults for some."""
 
+    do_train: bool = flag(False, "Train the model.")
+    do_eval: bool = flag(False, "Evaluate the model, after training if there is one.")
+    resume_from_checkpoint: str | None = flag(
+        None, "Continue an interrupted run: `last` from the newest checkpoint in output_dir, or the folder of another."
+    )
     recipe: str | None = flag(None, "yaml file of flags, which the command line overrides.")
     register: list[str] = flag([], "Python files that register encodings, starts or coordinates of yours.")
     overwrite_output_dir: bool = flag(False, "Delete the run in output_dir instead of refusing to start.")
@@ -373,6 +399,12 @@ def require_numbers(arguments: Any, *names: str, lowest: float = 0, highest: flo
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
             accepted = f"{lowest} and above" if highest == math.inf else f"{lowest} … {highest}"
             raise InputError(f"--{name} {value}; accepted: {accepted}.")
+
+
+def _takes_lists_alone(kind: Any) -> bool:
+    """Whether a type is a union of lists, and perhaps `None`."""
+    origins = {get_origin(part) for part in get_args(kind) if part is not type(None)}
+    return bool(origins) and origins <= {list, tuple}
 
 
 def _parse_value(text: str) -> Any:

@@ -4,31 +4,31 @@ A recipe is a yaml file whose keys are command-line flags. Its flags are put bef
 parsed in the same way, and the command line wins because it comes last.
 """
 
-import argparse
-import difflib
+import inspect
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
 from hf_liere.errors import InputError
-from training.common.arguments import architecture_fields
+from hf_liere.models.parts import closest
+from training.common.arguments import ArchitectureArguments, architecture_fields
+from training.common.help import asks_for_help, print_help
 
 
-NUMBER = re.compile(r"-?\d+(\.\d*)?(e-?\d+)?")
+RECIPES = Path(__file__).parents[1] / "recipes"
+NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Prints help texts literally; argparse would interpret percent signs as formats."""
+class Parser(HfArgumentParser):
+    """Raises [`InputError`] for wrong values, where argparse prints how all flags are used and exits."""
 
-    def _expand_help(self, action: argparse.Action) -> str:
-        text = self._get_help_string(action).replace("%(default)s", str(action.default))
-        # TrainingArguments escapes its percent signs for argparse.
-        return text.replace("%%", "%")
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}.")
 
 
 def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, ...]) -> tuple:
@@ -38,11 +38,14 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
         arguments: `None` for those of the process.
 
     Raises:
-        InputError: for an unknown key or flag, with close matches.
+        InputError: for an unknown key or flag, with the closest one, and for values that a flag does not take.
     """
-    parser = HfArgumentParser(argument_classes, allow_abbrev=False, formatter_class=HelpFormatter)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if asks_for_help(arguments):
+        print_help([(Path(inspect.getfile(kind)), kind.__name__) for kind in argument_classes], arguments)
+    parser = Parser(argument_classes, allow_abbrev=False, add_help=False)
     known = {action.dest for action in parser._actions}
-    recipe, arguments = _take_recipe(sys.argv[1:] if arguments is None else list(arguments))
+    recipe, arguments = _take_recipe(arguments)
     if recipe is not None:
         content = _read_recipe(Path(recipe), known)
         arguments = to_flags(content, argument_classes) + arguments + ["--recipe", recipe]
@@ -69,8 +72,9 @@ def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def _read_recipe(recipe: Path, known: set[str]) -> dict[str, Any]:
     if not recipe.is_file():
+        near = closest(recipe.stem, [file.stem for file in RECIPES.glob("*.yaml")])
         raise InputError(
-            f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows_mini.yaml."
+            f"There is no recipe {str(recipe)!r}{near}; accepted: a yaml file, such as {RECIPES.name}/arrows_mini.yaml."
         )
     content = read_yaml(recipe)
     for key in content:
@@ -96,7 +100,7 @@ def to_flags(settings: dict[str, Any], argument_classes: tuple[type, ...]) -> li
 
 
 def _configuration_fields(argument_classes: tuple[type, ...]) -> set[str]:
-    configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
+    configurations = [part.config_class for part in argument_classes if issubclass(part, ArchitectureArguments)]
     return {name for config_class in configurations for name in architecture_fields(config_class)}
 
 
@@ -126,7 +130,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _unknown_message(kind: str, name: str, known: set[str]) -> str:
-    plain = name.split("=")[0].lstrip("-").replace("-", "_")
-    close = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
-    hint = f"close matches: {', '.join(close)}" if close else "--help lists what is accepted"
-    return f"There is no {kind} {name!r}; {hint}."
+    if kind == "flag" and not name.startswith("-"):
+        return f"{name!r} follows a flag that takes no further value; --help lists what flags take."
+    near = closest(name.split("=")[0].lstrip("-"), known) or "; --help and --help_all list what is accepted"
+    return f"There is no {kind} {name!r}{near}."

@@ -26,27 +26,31 @@ UNPATCHED = "none"
 ROTARY, LORA = "rotary", "lora"
 
 
-def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
-    """The fields of RotaryPatchConfig as flags, and `none` among the encodings."""
-    fields = []
+def _patch_flags(kind: type) -> type:
+    """Decorator that adds the other fields of RotaryPatchConfig, whose docstring describes them, as flags."""
+    flags = []
     for patch_field in dataclasses.fields(RotaryPatchConfig):
-        text = f"{patch_field.name} of RotaryPatchConfig, there {patch_field.default!r}."
-        kind, default = patch_field.type, patch_field.default
-        if {float, int} <= set(get_args(kind)):
+        accepted = patch_field.type
+        if {float, int} <= set(get_args(accepted)):
             # A flag has one type; a float flag also takes integers.
-            kind = float | None if type(None) in get_args(kind) else float
-        elif any(get_origin(part) is Literal for part in get_args(kind)):
+            accepted = float | None if type(None) in get_args(accepted) else float
+        elif any(get_origin(part) is Literal for part in get_args(accepted)):
             # RotaryPatchConfig checks the values, and `None` is one of them.
-            kind = str | None
-        if patch_field.name == "position_encoding":
-            kind, default = str | None, None
-            text += f" {UNPATCHED} patches nothing; by default a patched checkpoint keeps its encoding."
-        if patch_field.name != "format_version":
-            fields.append((patch_field.name, kind, flag(default, text)))
-    return fields
+            accepted = str | None
+        if patch_field.name not in ("format_version", *kind.__annotations__):
+            flags.append((patch_field.name, accepted, dataclasses.field(default=patch_field.default)))
+    made = dataclasses.make_dataclass(kind.__name__, flags, bases=(dataclasses.dataclass(kind),))
+    made.__module__ = kind.__module__
+    return made
 
 
-PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
+@_patch_flags
+class PatchArguments:
+    config_class = RotaryPatchConfig
+    position_encoding: str | None = flag(
+        None,
+        "By default that of a patched checkpoint. Here `none` patches nothing, and `absolute` is refused. The names:",
+    )
 
 
 def refuse_other_patch(arguments: PatchArguments, own: dict | None, trains: bool) -> None:

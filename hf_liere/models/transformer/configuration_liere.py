@@ -38,6 +38,16 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     `num_axes`, the number of axes of a position.
 
     Args:
+        hidden_size (`int`, defaults to 768): Channels of a token.
+        num_hidden_layers (`int`, defaults to 12): Layers of the transformer.
+        num_attention_heads (`int`, defaults to 12): Heads of each layer.
+        intermediate_size (`int`, defaults to 3072): Channels inside the MLP.
+        hidden_act (`str`, defaults to `"gelu"`): Activation of the MLP, by its name in transformers.
+        hidden_dropout_prob (`float`, defaults to 0.0): Dropout of the embeddings and outputs of attention and MLP.
+        attention_probs_dropout_prob (`float`, defaults to 0.0): Dropout of the attention weights.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of the initial weights.
+        layer_norm_eps (`float`, defaults to 1e-6): The epsilon of layer norms.
+        qkv_bias (`bool`, defaults to `True`): Whether queries, keys and values have a bias.
         use_absolute_position_embeddings (`bool`, *optional*):
             Whether a learned table is added to the embeddings. `None` means only for `absolute`; `True` adds it to
             a rotary encoding.
@@ -74,9 +84,7 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
             (Shazeer 2020, eq. 6), as in DINOv3.
         classifier_hidden_size (`int`, *optional*):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
-        mlp_dropout_prob (`float`, defaults to 0.0):
-            Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` applies to the
-            embeddings and to the outputs of attention and MLP.
+        mlp_dropout_prob (`float`, defaults to 0.0): Dropout of the activations inside the MLP, as in LieRE's code.
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` means no layer scale.
         token_initializer_range (`float`, *optional*):
             Standard deviation of the normal distribution that class token, register tokens and position table start
@@ -86,8 +94,6 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
             Patch grids with constant rotations in a model from `fold_rotations`; an empty list for encodings whose
             rotations are in the query and key weights, `None` for models that are not folded.
         format_version (`int`): Version of the configuration format; versions newer than this release are refused.
-
-    The remaining arguments have the same meaning as in `ViTConfig`.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or fields contradict each other.

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from safetensors.numpy import load_file
 
 from hf_liere.errors import InputError
+from hf_liere.models.parts import closest
 from training.common.command_line import read_yaml, to_flags
 from training.common.records import (
     CONFIG_FILE,
@@ -55,8 +56,11 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
         InputError: naming the error in the file.
     """
     if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in (TRAINING / "sweeps").glob("*.yaml")))
-        raise InputError(f"There is no sweep {str(path)!r}; accepted: a yaml file, such as {names} in training/sweeps.")
+        names = sorted(file.stem for file in (TRAINING / "sweeps").glob("*.yaml"))
+        raise InputError(
+            f"There is no sweep {str(path)!r}{closest(path.stem, names)}; accepted: a yaml file, such as "
+            f"{', '.join(names)} in training/sweeps."
+        )
     sweep = read_yaml(path)
     if mini:
         if "mini" not in sweep:

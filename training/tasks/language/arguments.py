@@ -1,5 +1,6 @@
 """Command line of training/language_modeling.py: the model, its patch and which part is trained."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from hf_liere import RotaryPatchConfig
 from hf_liere.errors import InputError
+from hf_liere.models.parts import closest
 from hf_liere.models.probing.rope_layout import frequency_buffers
 from training.common.arguments import RunArguments, flag
 from training.data.texts import TextDataArguments, byte_tokenizer
@@ -55,7 +57,7 @@ class LanguageModelArguments(LoraArguments):
 class LanguagePatchArguments(PatchArguments):
     """Language models have RoPE, so learned rotations start at the pretrained ones."""
 
-    rotary_init: str | None = flag("pretrained", "rotary_init of RotaryPatchConfig.")
+    rotary_init: str | None = dataclasses.field(default="pretrained")
 
 
 @dataclass
@@ -78,7 +80,8 @@ def resolve_config(arguments: LanguageModelArguments) -> PreTrainedConfig:
         return checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
     if arguments.model_type not in CONFIG_MAPPING:
         raise InputError(
-            f"--model_type {arguments.model_type!r} is unknown to transformers; accepted: llama and others."
+            f"--model_type {arguments.model_type!r} is unknown to transformers"
+            f"{closest(arguments.model_type, CONFIG_MAPPING)}; accepted: llama and others."
         )
     try:
         given = json.loads(arguments.config_overrides or "{}")
