@@ -11,7 +11,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 
 from . import bundles
 from .libraries import foreign_names, library_of
-from .models.parts import Parts
+from .models.parts import Parts, closest
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
@@ -172,6 +172,8 @@ def build_without_weights(
     """
     _refuse_adapter(checkpoint)
     is_type = str(checkpoint) in CONFIG_MAPPING and not Path(checkpoint).exists()
+    if not (is_type or Path(checkpoint).exists()) and (near := closest(checkpoint, model_types())):
+        raise CheckpointError(f"{checkpoint}: neither a file or directory nor a model_type of transformers{near}.")
     options = {} if is_type else {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint, revision), torch.device("meta"):
         config = CONFIG_MAPPING[str(checkpoint)]() if is_type else AutoConfig.from_pretrained(checkpoint, **options)

@@ -320,9 +320,20 @@ def test_interrupts_end_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, close", [(["prdict"], "predict"), (["upgrade", "a", "b", "--position_encoding", "lier"], "liere")]
+    "arguments, close",
+    [
+        (["prdict"], "predict"),
+        (["upgrade", "a", "b", "--position_encoding", "lier"], "liere"),
+        (["inspect", "model", "--output", "page", "--imagesize", "224"], "image_sizes"),
+    ],
 )
-def test_the_closest_command_or_value_is_named(arguments, close, capsys):
+def test_the_closest_command_value_or_option_is_named(arguments, close, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
+    assert f"the closest is '{close}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, close", [(["rope", "lama"], "llama"), (["card", "arrows-lire8"], "arrows_liere8")])
+def test_the_closest_model_type_or_card_is_named(arguments, close, capsys):
+    assert main(arguments) == 1
     assert f"the closest is '{close}'" in capsys.readouterr().err

@@ -1,12 +1,13 @@
 """Names that other libraries give to fields of ours, and names of fields that do not exist."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
+
+from ..models.parts import closest
 
 
 logger = logging.get_logger(__name__)
@@ -41,15 +42,8 @@ NAMES = {
     "tubelet_size": "t_patch_size temporal_patch_size",
 }
 # What files of configurations of any model may contain.
-COMMON = {
-    "auto_map",
-    "mlp_ratio",
-    "modules_of_parts",
-    "stage_names",
-    "torch_dtype",
-    *dir(PreTrainedConfig()),
-    *dir(GenerationConfig()),
-}
+COMMON = {"auto_map", "mlp_ratio", "modules_of_parts", "stage_names", "torch_dtype"}
+COMMON |= {*dir(PreTrainedConfig()), *dir(GenerationConfig())}
 FOREIGN_NAMES = {name: ours for ours, names in NAMES.items() for name in names.split()}
 
 
@@ -59,9 +53,7 @@ def warn_of_names(config: Any, given: Mapping[str, Any]) -> None:
     for name in given:
         if name in COMMON or name.startswith("_") or find_field(type(config), name) is not None:
             continue
-        close = difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
-        closest = f"; the closest is {close[0]!r}" if close else ""
-        logger.warning(f"{type(config).__name__} has no field {name!r} and ignores it{closest}.")
+        logger.warning(f"{type(config).__name__} has no field {name!r} and ignores it{closest(name, fields, 0.85)}.")
     if "mlp_ratio" in given:
         logger.warning(f"mlp_ratio={given['mlp_ratio']} is ignored: intermediate_size={config.intermediate_size}.")
 

@@ -53,10 +53,10 @@ def _place(part: Any) -> tuple[str, str]:
     return function.__qualname__, function.__module__
 
 
-def closest(name: object, accepted: Iterable[str]) -> str:
+def closest(name: object, accepted: Iterable[str], cutoff: float = 0.6) -> str:
     """The most similar of the accepted names, for the end of a sentence; nothing if none is similar."""
-    plain = str(name).lower().replace("-", "_")
-    close = difflib.get_close_matches(plain, accepted, n=2, cutoff=0.6)
+    plain, names = str(name).lower().replace("-", "_"), list(accepted)
+    close = [plain] if plain in names else difflib.get_close_matches(plain, names, n=2, cutoff=cutoff)
     return f"; the closest is {' or '.join(map(repr, close))}" if close else ""
 
 

@@ -1,7 +1,6 @@
 """The console command hf-liere: one thin subcommand per file of this package."""
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -26,18 +25,27 @@ def parse_value(text: str) -> Any:
         return text
 
 
-class _Parser(argparse.ArgumentParser):
-    """Names the closest command or value beside an unknown one."""
-
-    def error(self, message: str) -> NoReturn:
-        found = re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message)
-        close = difflib.get_close_matches(found[1], re.findall(r"\w+", found[2]), n=1) if found else []
-        super().error(f"{message}; the closest is {close[0]!r}" if close else message)
-
-
 # Run as files: importing them as modules would import the package.
 FOLDER = Path(__file__).parent
 VERSION = runpy.run_path(str(FOLDER.parent / "version.py"))["__version__"]
+closest = runpy.run_path(str(FOLDER.parent / "models" / "parts.py"))["closest"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the closest command, value or option beside an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message)
+        super().error(message + (closest(found[1], re.findall(r"\w+", found[2])) if found else ""))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option.strip("-") for option in self._option_string_actions]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{closest(unknown[0].strip('-'), options)}")
+        return found, unknown
+
+
 PARSER = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
 PARSER.add_argument("--version", action="version", version=VERSION)
 REGISTER = "before the command: a Python file that registers encodings, starts or coordinates of yours"
@@ -51,12 +59,13 @@ def argument(name: str, help: str, **settings: Any) -> Argument:
     return name, {"help": help, **settings}
 
 
-def command(help: str, description: str, *arguments: Argument) -> Callable:
-    """Decorator of the function `run_…` of a command."""
+def command(description: str, *arguments: Argument) -> Callable:
+    """Decorator of the function `run_…` of a command. The first sentence describes it in the list of commands."""
 
     def add(run: Callable[..., str]) -> Callable[..., str]:
         name = run.__name__.removeprefix("run_")
-        parser = COMMANDS.add_parser(name, help=help, description=description, argument_default=argparse.SUPPRESS)
+        first = description[0].lower() + description[1:].split(". ")[0].rstrip(".")
+        parser = COMMANDS.add_parser(name, help=first, description=description, argument_default=argparse.SUPPRESS)
         parser.set_defaults(run_command=run)
         for argument_name, settings in arguments:
             parser.add_argument(argument_name, **settings)
@@ -84,10 +93,10 @@ def describe_options(options: dict[str, dict[str, object]]) -> Iterator[Argument
 
 
 @command(
-    "convert an official checkpoint to a directory that from_pretrained reads",
-    "Convert a checkpoint of the authors of LieRE, ComRoPE or rope-vit. The options supply what the tensor shapes do "
-    "not determine; what holds without them is in parentheses. No code of the checkpoint runs. Models of transformers "
-    "and timm, such as CLIP, are not converted: hf_liere.patch gives them learned rotations.",
+    "Convert a checkpoint of the authors of LieRE, ComRoPE or rope-vit to a directory that from_pretrained reads. The "
+    "options supply what the tensor shapes do not determine; what holds without them is in parentheses. No code of the "
+    "checkpoint runs. Models of transformers and timm, such as CLIP, are not converted: hf_liere.patch gives them "
+    "learned rotations.",
     argument("checkpoint", "file, directory or repository on the Hub"),
     argument("output", NEW_DIRECTORY),
     # Without `choices`, so that the refusal of a kind that is patched says so.
@@ -105,11 +114,10 @@ def run_convert(checkpoint: str, output: str, **options: Any) -> str:
 
 
 @command(
-    "give a model a more general position encoding or another image size without changing its outputs",
-    "Write a model that computes the same as a checkpoint and has more to learn: absolute positions with rotations "
-    "that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. The documentation of "
-    "hf_liere.tools.conversion.upgrades lists the upgrades that exist; others are refused with the reason. No code of "
-    "the checkpoint runs.",
+    "Give a model a more general position encoding or another image size without changing its outputs. It has more to "
+    "learn: absolute positions with rotations that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table "
+    "for larger images. The documentation of hf_liere.tools.conversion.upgrades lists the upgrades that exist; others "
+    "are refused with the reason. No code of the checkpoint runs.",
     argument("checkpoint", "a model of this package, such as `hf-liere convert` writes"),
     argument("output", NEW_DIRECTORY),
     argument("--position_encoding", "of the new model", choices=UPGRADED_ENCODINGS),
@@ -130,8 +138,7 @@ def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None = Non
 
 
 @command(
-    "export a saved model to an ONNX file or a torch.export archive",
-    "Write a saved model for inference outside of Python and compare the exported outputs with the model's. The "
+    "Export a saved model to an ONNX file or a torch.export archive, and compare its outputs with the model's. The "
     "documentation of hf_liere.tools.export lists the encodings that accept inputs of any size. No code of the "
     "checkpoint runs.",
     CHECKPOINT,
@@ -155,9 +162,9 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None = None
 
 
 @command(
-    "report what a model's position encoding has learned, where the model looks and what it costs",
-    "Write report.html, one page that needs no network, and the numbers behind it, analysis.json and analysis.npz. "
-    "Without images, attention is left out. Code of the checkpoint runs only if you trust it.",
+    "Report what a model's position encoding has learned, where the model looks and what it costs. report.html is one "
+    "page that needs no network, and analysis.json and analysis.npz contain its numbers. Without images, attention is "
+    "left out. Code of the checkpoint runs only if you trust it.",
     CHECKPOINT,
     argument("--output", NEW_DIRECTORY, required=True),
     argument("--image", "images, videos, volumes, or folders of frames", nargs="+", dest="images", metavar="FILE"),
@@ -194,9 +201,8 @@ def run_inspect(
 
 
 @command(
-    "print the classes that a classifier predicts for images, with their probabilities",
-    "Print the most probable classes of images or videos, prepared by the checkpoint's processor. Code of the "
-    "checkpoint runs only if you trust it.",
+    "Print the most probable classes of images or videos, with their probabilities. The checkpoint's processor "
+    "prepares them. Code of the checkpoint runs only if you trust it.",
     CHECKPOINT,
     argument("files", "images, videos, volumes, or folders of frames", nargs="+", metavar="FILE"),
     argument("--top_k", "number of classes for each file (3)", type=int),
@@ -215,11 +221,10 @@ def run_predict(checkpoint: str, files: list[str], as_json: bool = False, **opti
 
 
 @command(
-    "publish a saved model as one commit and check it",
-    "Publish the output of a training script, of `hf-liere convert`, of save_pretrained or of save_rotary: one commit "
-    "with weights, configuration, code, processor, card, recipe and metrics. The commit's hashes are compared with the "
-    "local files; then it is downloaded and loaded with its own code (a copy of this package's) in a process without "
-    "tokens. Secrets and links out of the folder are refused.",
+    "Publish a saved model as one commit and check it. It is the output of a training script, of `hf-liere "
+    "convert`, of save_pretrained or of save_rotary. The commit has weights, configuration, code, processor, card, "
+    "recipe and metrics. Its hashes are compared with the local files; then it is downloaded and loaded with its own "
+    "code (a copy of this package's) in a process without tokens. Secrets and links out of the folder are refused.",
     argument("folder", "the saved model"),
     argument("repo_id", "repository on the Hub; made if it does not exist"),
     argument("--card", "facts to render the card from, or a name in model_cards/", metavar="FACTS"),
@@ -251,9 +256,8 @@ def run_push(
 
 
 @command(
-    "say what a model rotates and what is wrong with it; test vectors for other engines",
-    "Describe the rotary position embedding of models from their configurations alone, and its errors on this "
-    "machine; write test vectors; or name the fault in what another engine computed.",
+    "Say what a model rotates and what is wrong with it, or with another engine. Read from configurations alone, with "
+    "the errors on this machine; writes test vectors, and names the fault in what another engine computed for them.",
     argument("models", "directory, repository on the Hub, or model type such as llama", nargs="*", metavar="MODEL"),
     argument("--vectors", "write the test vectors of each model to a file in a new folder", metavar="FOLDER"),
     argument("--all", "of all model types of transformers", action="store_true", dest="every"),
@@ -279,9 +283,8 @@ def run_rope(models: Sequence[str] = (), **options: Any) -> str:
 
 
 @command(
-    "compare a published model with a local one",
-    "Compare code, every tensor, configuration and processor of a repository with what a push of a local model would "
-    "write. No code of the repository runs, except the expected code with --run.",
+    "Compare a published model with a local one: code, every tensor, configuration and processor of a repository with "
+    "what a push would write. No code of the repository runs, except the expected code with --run.",
     argument("folder", "the local model"),
     REPO_ID,
     REVISION,
@@ -296,8 +299,7 @@ def run_verify(folder: str, repo_id: str, **options: Any) -> str:
 
 
 @command(
-    "download a model and compare its files with the Hub's hashes",
-    "Download a repository and compare every file with the hash that the Hub lists. No code runs.",
+    "Download a model and compare its files with the Hub's hashes. No code runs.",
     REPO_ID,
     argument("folder", "folder to write; without one, the files stay in the Hub's cache", nargs="?"),
     REVISION,
@@ -310,8 +312,7 @@ def run_pull(repo_id: str, **options: Any) -> str:
 
 
 @command(
-    "print the model card of a facts file",
-    "Print the model card of a facts file; missing figures appear as not measured. No code runs.",
+    "Print the model card of a facts file. Missing figures appear as not measured. No code runs.",
     argument("facts", "a yaml file, or the name of one in model_cards/"),
 )
 def run_card(facts: str) -> str:
@@ -322,9 +323,7 @@ def run_card(facts: str) -> str:
 
 
 @command(
-    "write a layer with learned rotations as one file that needs torch alone",
-    "Write a layer for people who copy code: its equations in plain PyTorch, as the package's LieRotaryEmbedding "
-    "computes them.",
+    "Write a layer with learned rotations as one file that needs torch alone, for people who copy code.",
     argument("kind", "what to write", choices=["layer"]),
     argument("output", "file to write, such as lie_rotary.py; it must not exist"),
     argument("--position_encoding", "a rotary encoding (liere)"),
@@ -339,9 +338,8 @@ def run_bundle(kind: str, output: str, position_encoding: str = "liere") -> str:
 
 
 @command(
-    "print what a bug report needs: versions, hardware, and which kernels are used",
-    "Print versions, hardware, environment variables (no tokens), and which kernels or plain operations compute each "
-    "function, with the reason where no kernel does.",
+    "Print what a bug report needs: versions, hardware, and which kernels are used. It has environment variables, no "
+    "tokens, and for each function the reason why no kernel computes it.",
     argument("--json", "print json instead of Markdown", action="store_true", dest="as_json"),
 )
 def run_env(as_json: bool = False) -> str:

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub.dataclasses import type_validator
 
 from ...errors import InputError
+from ...models.parts import closest
 
 
 METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
@@ -236,7 +237,8 @@ def load_facts(path: str | Path) -> Facts:
     places = (Path(path), FOLDER / f"{Path(path).name}.yaml")
     if (file := next((place for place in places if place.is_file()), None)) is None:
         known = sorted(place.stem for place in FOLDER.glob("*.yaml") if place.stem != "common")
-        raise FactsError(f"No facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
+        near, names = closest(Path(path).stem, known), ", ".join(known)
+        raise FactsError(f"No facts {str(path)!r}{near}; accepted: a yaml file or one of {names}.")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
