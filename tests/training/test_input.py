@@ -1,6 +1,7 @@
 """Recipes, flags and data sets of training/: what is inferred, what overrides what, and how mistakes are told."""
 
 import dataclasses
+import gc
 import json
 import re
 from pathlib import Path
@@ -27,6 +28,7 @@ from training.common.arguments import (
     architecture_fields,
 )
 from training.common.command_line import parse_arguments
+from training.data import images
 from training.data.images import load_images
 from training.data.sources import PARTS, DataRequest
 from training.data.tables import infer_columns
@@ -323,6 +325,31 @@ def test_sixteen_bit_images_are_refused(tmp_path):
     path = write_rows(tmp_path / "train.parquet", [*pictures(1), deep], [0, 1], datasets.ClassLabel(2))
     with pytest.raises(InputError, match="image in row 1, column 'image', has mode I;16; accepted are 8-bit"):
         run("--output_dir", tmp_path / "run", "--train_files", path)
+
+
+def test_images_of_other_modes_are_found_before_training_decodes_them(tmp_path, monkeypatch):
+    """Of more images than the cache holds, without decoding those that are right."""
+    folder = write_images_folder(tmp_path, {"train": 70})
+    deep = tmp_path / "train" / "dog" / "69.png"
+    Image.fromarray(np.zeros((16, 16), np.uint16)).save(deep)
+    decoded = []
+    decode = images.DecodedImages.decode
+    monkeypatch.setattr(images.DecodedImages, "decode", lambda *given: decoded.append(given[2]) or decode(*given))
+    with pytest.raises(InputError, match=f"The image {re.escape(str(deep))} has mode I;16; accepted are 8-bit"):
+        load(image_folder=folder, evaluate=False, image_cache_gigabytes=0)
+    assert len(decoded) == 64 + 1
+    monkeypatch.setattr(images, "HEADER_SECONDS", 0)
+    assert len(load(image_folder=folder, evaluate=False, image_cache_gigabytes=0).train) == 70
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_animations_leave_no_file_open(tmp_path):
+    folder = write_images_folder(tmp_path, {"train": 2})
+    for name in ("cat", "dog"):
+        frames = pictures(3)
+        frames[0].save(tmp_path / "train" / name / "moving.gif", save_all=True, append_images=frames[1:])
+    assert len(load(image_folder=folder, evaluate=False).train) == 4
+    gc.collect()
 
 
 @pytest.mark.parametrize(

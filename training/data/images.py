@@ -1,15 +1,18 @@
 """Sources of images and labels: the Hub, folders and files, decoded as arrays, or the built-in arrows."""
 
+import io
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
 import numpy as np
+from PIL import Image
 from tqdm.auto import tqdm
 
 from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError, naming
-from hf_liere.reading.pictures import GREY_MODES, develop, pixels
+from hf_liere.reading.pictures import EIGHT_BIT_MODES, GREY_MODES, develop, pixels
 from training.common.arguments import DataArguments
 from training.data.arrows import Arrows
 from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction
@@ -25,6 +28,8 @@ from training.data.tables import (
 )
 
 
+# Longest search for images of other modes among those that are decoded in training.
+HEADER_SECONDS = 20.0
 RECTANGLES = "rectangles"
 ARROWS_CONFIGURATIONS = ("squares", RECTANGLES)
 
@@ -61,9 +66,13 @@ class DecodedImages:
         return image, int(self.labels[index])
 
     def fill_cache(self, description: str) -> None:
-        """Decodes all images if they fit, estimated from the first ones. Finds images that cannot be decoded."""
+        """
+        Decodes all images if they fit, estimated from the first ones, and finds those that cannot be decoded. Of more
+        images it reads headers only, for at most `HEADER_SECONDS`.
+        """
         first = [self[index][0].nbytes for index in range(min(len(self), 64))]
         if sum(first) / len(first) * len(self) > self.cache_bytes:
+            self._read_headers()
             return
         with tqdm(total=len(self), desc=f"Decoding {description}", unit="img", leave=False, disable=None) as progress:
             for start in range(0, len(self), 256):
@@ -71,14 +80,33 @@ class DecodedImages:
                     self.cache[row] = self.decode(encoded, row)
                     progress.update()
 
+    def _read_headers(self) -> None:
+        """Raises as [`decode`] for an image that is refused by its mode, in an order that soon sees every part."""
+        until = time.monotonic() + HEADER_SECONDS
+        for row in np.random.default_rng(0).permutation(len(self)).tolist():
+            if time.monotonic() > until:
+                return
+            encoded = self.table[row][self.image_column]
+            if not self._has_read_mode(encoded):
+                self.decode(encoded, row)
+
+    def _has_read_mode(self, encoded: dict) -> bool:
+        try:
+            content = encoded["path"] if encoded["bytes"] is None else io.BytesIO(encoded["bytes"])
+            with Image.open(content) as image:
+                return image.mode in (EIGHT_BIT_MODES if self.num_channels == 3 else GREY_MODES)
+        except Exception:
+            # Decoding says what is wrong, if anything: it knows paths on the Hub too.
+            return False
+
     def decode(self, encoded: dict | None, row: int) -> np.ndarray:
         """Decodes an image to (height, width, num_channels). Error messages name its file or `row`."""
         if encoded and encoded.get("path") and encoded.get("bytes") is None:
             place = f"The image {encoded['path']}"
         else:
             place = f"The image in row {row}, column {self.image_column!r},"
-        with naming(place, " has ", " cannot be decoded"):
-            image = datasets.Image().decode_example(encoded)
+        # An animation keeps its file open.
+        with naming(place, " has ", " cannot be decoded"), datasets.Image().decode_example(encoded) as image:
             developed = develop(image, "RGB" if self.num_channels == 3 else "L")
             if self.num_channels == 1 and image.mode not in GREY_MODES:
                 raise UnreadableError(
