@@ -122,19 +122,3 @@ def test_trainer_resumes_and_loads_the_best_model_to_the_bit(name, tmp_path):
     loaded, states = train(tmp_path / "best", **best)
     require_same(loaded, states[0])
     assert any(not torch.equal(loaded[key], states[-1][key]) for key in loaded)
-
-
-def test_tensor_parallelism_does_not_split_rotations_of_heads():
-    """transformers sets the size before it splits weights."""
-    build, _ = MODELS["llama"]
-    patch(build(), PLANES)._tp_size = 2
-    blocks = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
-    model = patch(build(), blocks)
-    model._tp_size = 1
-    with pytest.raises(ValueError, match=r"tensor parallelism \(tp_plan\) over 2 processes.*accepted: position_enc"):
-        model._tp_size = 2
-    split = build()
-    split._tp_size = 2
-    with pytest.raises(ValueError, match="tensor parallelism"):
-        patch(split, blocks)
-    assert type(split).__name__ == "LlamaForCausalLM"

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -26,6 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from .head_share import HeadShare
 from .patched_configuration import RotaryConfigMixin, RotaryModelType, replace_config
 from .rotary_patch import RotaryPatchConfig, plan
 from .tower_patch import TowerPlan, detach, patched_towers
@@ -82,15 +84,12 @@ class RotaryModelMixin(_Pickled, ModelBase):
         for _, tower in patched_towers(self):
             tower.rotary_patch.reset_parameters(tower)
 
-    @property
-    def _tp_size(self) -> int | None:
-        """transformers sets it before it splits the heads of attention over processes."""
-        return vars(self).get("_tp_size")
-
-    @_tp_size.setter
-    def _tp_size(self, size: int | None) -> None:
-        _refuse_split_heads(size, [tower.rotary_encoding for _, tower in patched_towers(self)])
-        self.__dict__["_tp_size"] = size
+    @classmethod
+    def maybe_distribute_model(cls, model, *args, **kwargs):
+        """transformers divides the heads of attention modules among processes here, before it loads weights."""
+        model = super().maybe_distribute_model(model, *args, **kwargs)
+        split_rotations(model)
+        return model
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Also takes the names that `save_pretrained` writes: `Trainer` passes them when it resumes."""
@@ -175,20 +174,31 @@ def patch_in_place(model: nn.Module, plans: list[TowerPlan], encodings: list[nn.
     """
     # All are built first: one that cannot be must not leave a model half patched.
     encodings = encodings or [planned.build_encoding() for planned in plans]
-    _refuse_split_heads(getattr(model, "_tp_size", None), encodings)
     for planned in plans:
         planned.patch.config = _change_classes(model, planned.tower.name, planned.patch.config)
     for planned, encoding in zip(plans, encodings):
         planned.attach(encoding)
 
 
-def _refuse_split_heads(size: int | None, encodings: list[nn.Module]) -> None:
-    """Raise `ValueError` if tensor parallelism would split heads that rotate differently."""
-    if (size or 1) > 1 and not all(getattr(encoding, "rotates_heads_alike", False) for encoding in encodings):
-        raise ValueError(
-            f"tensor parallelism (tp_plan) over {size} processes splits heads, but not their rotations; accepted: "
-            "position_encoding='rope_mixed' with rotary_init='pretrained', which rotates all heads alike."
-        )
+def split_rotations(model: nn.Module) -> None:
+    """Let rotations follow the heads that a `tp_plan` has divided. Raises `ValueError` if they cannot."""
+    plan = model.tp_plan if (getattr(model, "_tp_size", None) or 1) > 1 else {}
+    rules = [rule for rule, style in plan.items() if style == "colwise"]
+    split = {module: name for name, module in model.named_modules() for rule in rules if fnmatchcase(name, rule)}
+    for name, tower in patched_towers(model):
+        share = None
+        for attention in tower.rotary_patch.attentions(tower):
+            for part in filter(split.get, attention.modules()):
+                mesh = part.weight.device_mesh
+                share = HeadShare(mesh if mesh.ndim == 1 else mesh["tp"])
+                share.count(part.out_features // getattr(attention, "head_dim", 1), split[part])
+        if share is not None and not hasattr(tower.rotary_encoding, "split_heads"):
+            raise ValueError(
+                f"tensor parallelism (tp_plan) divides the heads of {name or model._get_name()} without rotations; "
+                "accepted: rotary_init='pretrained', or a tp_plan without this vision tower."
+            )
+        if share is not None:
+            tower.rotary_encoding.split_heads(share)
 
 
 def patch_around(model: nn.Module) -> None:

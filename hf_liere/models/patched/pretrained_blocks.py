@@ -3,14 +3,18 @@ Learned blocks inside models with RoPE: generators and bases that start as the p
 rotation, b/2 planes in a block of b channels.
 """
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from ..encoding.folding import build_encoding
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_embedding import LieRotaryEmbedding
+from ..encoding.rotary_encoding import RotaryEncoding
 from ..encoding.starting_values import order_planes, start_at
 from ..fast.dispatch import product_dtype
 from ..probing.attention_probe import Probe
@@ -18,9 +22,10 @@ from ..probing.coordinate_probe import Turn, frequency_buffers
 from ..probing.planes import Planes
 from ..probing.rope_layout import RopeTower
 from ..probing.rope_pairs import find_pairs
-from ..probing.state_makers import RotatedChannels, find_makers
+from ..probing.state_makers import RotatedChannels, StateMaker, find_makers
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
+from .head_share import HeadShare
 from .pretrained_rope import PretrainedRope
 from .tower_patch import PRETRAINED
 
@@ -47,6 +52,7 @@ class PretrainedBlocks(PretrainedRope):
         orders: By name of a rotation, the planes of a head in the order in which its blocks contain them.
         makers: By attention module, by name of a module inside that makes queries or keys, and by its call, the index
             of its [`RotatedChannels`].
+        local: By name of a rotation, an encoding with the shapes of this process's heads, if processes divide them.
     """
 
     rotates_states = True
@@ -84,6 +90,7 @@ class PretrainedBlocks(PretrainedRope):
             piece = (maker, self.orders[self.rows[layer][0]])
             self.makers[layer].setdefault(maker.name, {})[maker.call] = indices.setdefault(piece, len(indices))
         self.channels = nn.ModuleList(RotatedChannels(*piece) for piece in indices)
+        self.local: dict[str, RotaryEncoding] = {}
         self.reset_parameters(tower.module)
 
     @torch.no_grad()
@@ -97,6 +104,19 @@ class PretrainedBlocks(PretrainedRope):
                 members = [layer for layer in self.layers if self.rows[layer][0] == group]
                 frequencies = torch.cat([self._read_planes(module, layer).frequencies for layer in members], dim=1)
                 start_at(self.get_submodule(group).encoding, frequencies, self.label)
+
+    def split_heads(self, share: HeadShare) -> None:
+        for name in self.orders:
+            rotary = self.get_submodule(name)
+            config = copy.deepcopy(rotary.config)
+            if config.num_attention_heads > 1:
+                config.num_attention_heads = share.count(config.num_attention_heads, self.label)
+            with torch.device("meta"):
+                self.local[name] = build_encoding(config, rotary.num_axes)
+        for channels in self.channels:
+            channels.maker = _choose_channels(channels.maker, share)
+            channels.reset_parameters()
+        super().split_heads(share)
 
     def _read_planes(self, module: nn.Module, layer: int) -> Planes:
         """The planes that a layer of the pretrained model rotates."""
@@ -124,7 +144,10 @@ class PretrainedBlocks(PretrainedRope):
         coordinates = coordinates if device.type == "meta" else coordinates.to(device)
         # (…, prefix + N, A)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
-        rotations = rotary.encoding(positions, product_dtype(states), row)
+        encoding = (
+            rotary.encoding if self.share is None else partial(self.share.call, self.local[name], rotary.encoding)
+        )
+        rotations = encoding(positions, product_dtype(states), row)
         return TokensRotation(next(iter(rotations)), samples, tokens, {})
 
     def rotate(self, rotation: TokensRotation, layer: int, channels_index: int, states: torch.Tensor) -> torch.Tensor:
@@ -135,6 +158,24 @@ class PretrainedBlocks(PretrainedRope):
         if len(taken) == 2 and taken[0].shape == taken[1].shape:
             rotated = rotate_pair(moved, *taken)
         else:
-            key_heads = self.get_submodule(self.rows[layer][0]).num_key_value_heads
+            name, _ = self.rows[layer]
+            key_heads = self.local.get(name, self.get_submodule(name).encoding).config.num_attention_heads
             rotated = [rotate_one(moved, x, key_heads) for x in taken]
         return channels.put(list(rotated), others, states)
+
+
+def _choose_channels(maker: StateMaker, share: HeadShare) -> StateMaker:
+    """Of a module that makes queries or keys, the channels of this process's heads."""
+    # Multi-head latent attention has one head of keys, which stays whole.
+    if maker.heads == (1,):
+        return maker
+    width = maker.width // share.size
+    first = width * share.rank
+    moved = [[[(c - first, d - first) for c, d in head] for head in part] for part in maker.places]
+    inside = [[head for head in part if all(0 <= c < width for pair in head for c in pair)] for part in moved]
+    if [len(part) for part in inside] != [share.count(heads, maker.name) for heads in maker.heads]:
+        raise ValueError(
+            f"{maker.name} makes queries or keys whose channels tensor parallelism divides otherwise than by heads; "
+            "accepted: position_encoding='rope_mixed'."
+        )
+    return replace(maker, width=width, places=tuple(tuple(map(tuple, part)) for part in inside))

@@ -16,6 +16,7 @@ from ..probing.coordinate_probe import CoordinateProbe, Turn, read_frequencies
 from ..probing.module_inspection import find_indexers
 from ..probing.rope_layout import RopeLayout, RopeTower
 from ..rotation.learned_rotations import LearnedRotations
+from .head_share import HeadShare
 from .tower_patch import PRETRAINED
 
 
@@ -81,6 +82,7 @@ class PretrainedRope(LearnedRotations):
         layout_of: By name of a rotary module and type of layers, the index in `layouts` of what it computes.
         rows: For the same modules, the name of the parameters of their group, and their row there if layers have
             separate ones; see [`group_layers`].
+        share: The heads of this process, if tensor parallelism divides them.
     """
 
     # Whether queries and keys are rotated where they are made, instead of by cos and sin.
@@ -100,6 +102,7 @@ class PretrainedRope(LearnedRotations):
             (len(each.planes), each.num_axes if self.rotates_states else each.num_planes + 1) for each in tower.layouts
         ]
         self.has_prefix = tower.has_prefix
+        self.share: HeadShare | None = None
         # Whether attention modules read the model's own cos and sin.
         are_fixed = len(self.place) < len(tower.attentions)
         self.reads_own = are_fixed or self.has_prefix or any(find_indexers(each) for _, each in tower.attentions)
@@ -143,6 +146,10 @@ class PretrainedRope(LearnedRotations):
         """
         raise NotImplementedError
 
+    def split_heads(self, share: HeadShare) -> None:
+        """Rotate the heads of this process alone from now on. Raises `ValueError` if heads cannot be divided so."""
+        self.share = share
+
     def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
         for part in (*self.probes, *self.layouts):
@@ -162,9 +169,6 @@ class PretrainedPlanes(PretrainedRope):
         log_factors: (layers or 1, planes), the δ. Layers of other widths, in the order of their first layer, have
             `log_factors_1`, `log_factors_2` and so on.
     """
-
-    # Tensor parallelism splits heads.
-    rotates_heads_alike = True
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)
@@ -188,4 +192,7 @@ class PretrainedPlanes(PretrainedRope):
     def factors(self, layer: int) -> torch.Tensor:
         """(planes,) e^δ of a layer that learns."""
         name, row = self.rows[layer]
-        return getattr(self, name)[0 if self.config.share_layers else row].exp()
+        values = getattr(self, name)  # (layers or 1, planes)
+        if self.share is not None:
+            values = self.share.take(values, values.shape)
+        return values[0 if self.config.share_layers else row].exp()

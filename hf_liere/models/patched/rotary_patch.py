@@ -175,6 +175,11 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
         ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
     """
     require_unpatched(model)
+    if split := [name for name, value in model.named_parameters() if hasattr(value, "device_mesh")]:
+        raise ValueError(
+            f"{split[0]} and others are split over processes: patch the whole model, save it with save_pretrained, and "
+            "load that folder with tp_plan or distributed_config; or split the patched model."
+        )
     return PLANS[config.kind](model, config)
 
 
