@@ -138,26 +138,35 @@ def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None = Non
 
 
 @command(
-    "Export a saved model to an ONNX file or a torch.export archive, and compare its outputs with the model's. The "
-    "documentation of hf_liere.tools.export lists the encodings that accept inputs of any size. No code of the "
-    "checkpoint runs.",
+    "Export a saved model to an ONNX file or a torch.export archive, and compare its outputs with the model's; or its "
+    "learned frequencies to a GGUF file. The documentation of hf_liere.tools.export lists the encodings that accept "
+    "inputs of any size. No code of the checkpoint runs.",
     CHECKPOINT,
-    argument("output", "file to write, ending in .onnx or .pt2"),
+    argument("output", "file to write, ending in .onnx, .pt2 or .gguf"),
     REVISION,
     argument("--image_size", "fixed input size (or two)", type=int, nargs="+", metavar="SIZE"),
     argument("--num_frames", "fixed number of video frames", type=int),
     argument("--dynamic_size", "whether inputs may have any size", type=parse_value, metavar="true|false"),
     argument("--opset", "version of ONNX's operators", type=int),
+    argument("--gguf", "for .gguf: the plain model's file, to be copied with learned frequencies", metavar="FILE"),
 )
 def run_export(checkpoint: str, output: str, image_size: list[int] | None = None, **options: Any) -> str:
     from .export import ExportError, export_checkpoint
 
+    if ("gguf" in options) != output.endswith(".gguf"):
+        raise ExportError(f"{output}: files that end in .gguf need --gguf, and no others take it.")
     if image_size is not None:
         if len(image_size) > 2:
             raise ExportError(f"--image_size {image_size}: accepted are one size, or height and width.")
         options["image_size"] = (image_size[0], image_size[-1])
     if options.get("dynamic_size") not in (None, True, False):
         raise ExportError(f"--dynamic_size {options['dynamic_size']}: accepted are true and false.")
+    if "gguf" in options:
+        from .engines import export_gguf
+
+        if others := options.keys() - {"gguf", "revision"}:
+            raise ExportError(f"{', '.join(others)}: files that end in .gguf have no such option.")
+        return export_gguf(checkpoint, output, **options)
     return export_checkpoint(checkpoint, output, **options)
 
 
