@@ -54,7 +54,7 @@ napoleon_use_rtype = False
 
 # Files outside of docs that a page includes: links to them lead to that page.
 INCLUDED = {
-    ROOT / "training" / "README.md": DOCS / "papers.md",
+    ROOT / "training" / "README.md": DOCS / "reference" / "papers.md",
     ROOT / "training/results/report.md": DOCS / "results.md",
 }
 CODE = re.compile(r"\[`([^`]+)`\]|(?<!`)`([^`]+)`(?!`)")
@@ -110,7 +110,9 @@ def show_notebook(text: str, page: Path) -> str:
 
 
 def read_included(app, path, name, content):
-    content[0] = relink(content[0], Path(os.path.normpath(DOCS / path)), DOCS / f"{name}.md")
+    # MyST passes the name of the page without its folder.
+    page = Path(app.env.doc2path(app.env.docname))
+    content[0] = relink(content[0], Path(os.path.normpath(DOCS / path)), page)
 
 
 def read_docstring(app, what, name, obj, options, lines):

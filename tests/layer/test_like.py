@@ -419,9 +419,9 @@ def test_frequencies_and_pairs_that_do_not_fit(fields, message):
 
 
 def test_the_module_for_torchtune_takes_queries_and_fewer_keys():
-    lines = next(block.text for block in blocks(ROOT / "docs/own_rope.md") if "class LearnedRope" in block.text)
-    namespace = {"torch": torch, "nn": nn, "LieRotaryEmbedding": LieRotaryEmbedding}
-    exec(compile(lines, "docs/own_rope.md", "exec"), namespace)
+    lines = next(block.text for block in blocks(ROOT / "docs/layer.md") if "class LearnedRope" in block.text)
+    namespace = {"torch": torch, "nn": nn, "hf_liere": hf_liere}
+    exec(compile(lines, "docs/layer.md", "exec"), namespace)
     rope, positions = Lookup(), torch.randint(60, (2, TOKENS))
     learned = namespace["LearnedRope"](rope, HEADS, HEAD_DIM, 2)
     for heads in (HEADS, 2):

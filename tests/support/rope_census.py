@@ -44,7 +44,7 @@ from hf_liere.models.probing.module_inspection import forward_arguments, names_i
 
 
 RECORD = ROOT / "tests" / "goldens" / "rope_census.json"
-PAGE = ROOT / "docs" / "which_models.md"
+PAGE = ROOT / "docs" / "reference" / "which_models.md"
 CONFIGS = {
     "planes": RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"),
     "blocks": RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained"),
@@ -344,13 +344,13 @@ INTRODUCTION = """# Which models
 
 <!-- Made by tests/support/rope_census.py; a test compares it with tests/goldens/rope_census.json. -->
 
-This page lists the model types of transformers {version} that `patch` accepts with `rotary_init="pretrained"`
-([Learned rotations in models that already rotate](pretrained_rope.md)), and why it refuses others. Each type was tried
+This page lists the model types of Transformers {version} that `patch` accepts with `rotary_init="pretrained"`
+([Models with RoPE](../pretrained.md#models-with-rope)), and why it refuses others. Each type was tried
 in its default configuration. Another configuration of a type may rotate in another way.
 
 | model types | number |
 |---|---:|
-| in transformers | {types} |
+| in Transformers | {types} |
 | built from their default configuration | {built} |
 | that rotate queries and keys | {rotating} |
 | that accept learned frequencies (`rope_mixed`) | {planes} |
