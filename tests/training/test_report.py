@@ -253,6 +253,21 @@ def test_the_command_that_ran_is_the_one_that_is_told(results, tmp_path):
     assert f"    {told}\n" in text and text.count("evaluate_sweep.py") == 1
 
 
+def test_the_comparisons_of_a_sweep_of_ones_own_are_tested(tmp_path):
+    """Its file lies beside its results. Encodings that answer 60 and 80% of 300 examples differ."""
+    rows = [{"position_encoding": "absolute"}, {"position_encoding": "liere"}]
+    lines = seeded("mine", rows, (0.6, 0.8), seeds=5)
+    assert "Holm" not in reported(tmp_path, "mine", lines).split("## ")[1]
+    sweep = {
+        "script": "image_classification",
+        "recipe": "images_mini",
+        "train": [rows],
+        "compare": [{"against": rows[0]}],
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(sweep))
+    assert "Holm" in reported(tmp_path, "mine", lines).split("## ")[1]
+
+
 def test_stored_results_that_are_read_are_written_as_they_were(results, tmp_path):
     """Whatever the order in which lines have their entries."""
     runs = ({"image_size": 32, "samples": 9}, {"samples": 8, "image_size": 64})

@@ -183,9 +183,10 @@ def swept(sweep_file, files, tmp_path_factory):
     return evaluate_sweep.main([str(sweep_file), "--mini", "--output_dir", str(folder), *files, *TINY_RUN])
 
 
-def test_a_sweep_leaves_a_line_for_every_model_and_condition(swept):
+def test_a_sweep_leaves_a_line_for_every_model_and_condition(swept, sweep_file):
     results = [json.loads(line) for line in swept.read_text().splitlines()]
     assert swept.name == "tiny_sweep.jsonl" and len(results) == 2 * 2 * 3
+    assert swept.with_suffix(".yaml").read_text() == sweep_file.read_text()
     assert len({json.dumps([result["settings"], result["condition"]], sort_keys=True) for result in results}) == 12
     for result in results:
         assert set(result) == set(result_lines.RESULT_KEYS) - {"sizes", "right"}

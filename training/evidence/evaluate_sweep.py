@@ -24,6 +24,7 @@ report tests (training/README.md). `after` names a sweep that is run first, in a
 
 import argparse
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from training.common.arguments import launched_on_cpus
 from training.common.records import remove_private
 from training.engine.runs import start
 from training.evidence.reporting.result_lines import read_results, write_results
-from training.evidence.reporting.sweeps import Run, combinations, read_sweep, slug, with_seeds
+from training.evidence.reporting.sweeps import TRAINING, Run, combinations, read_sweep, slug, with_seeds
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -94,6 +95,10 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
             print(" ".join(run.flags), f"  # evaluated under {len(run.conditions)} conditions")
         return output_dir
     results_file = output_dir / f"{file.stem}.jsonl"
+    if PartialState().is_main_process and file.resolve().parent != TRAINING / "sweeps":
+        # The report reads what a file of the user's compares.
+        output_dir.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, results_file.with_suffix(".yaml"))
     for number, run in enumerate(mine, 1):
         if PartialState().is_main_process:
             print(f"[{number}/{len(mine)}] {slug(run.settings) or 'the recipe as it is'}", flush=True)

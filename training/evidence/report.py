@@ -59,18 +59,18 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--keep_results", action="store_true", help="store the results beside the report")
     given = parser.parse_args(arguments)
     # Read all files before writing anything.
-    files = [(path.absolute().parent.name, read_results(path)) for path in given.results]
+    files = [(path, read_results(path)) for path in given.results]
     paper = yaml.safe_load(PAPER_RESULTS.read_text(encoding="utf-8"))
     given.output_dir.mkdir(parents=True, exist_ok=True)
     parts = ["# Report", HOW_TO_READ]
-    for folder, results in files:
-        name = results[0]["sweep"]
+    for path, results in files:
+        folder, name = path.absolute().parent.name, results[0]["sweep"]
         if given.keep_results:
             write_results(given.output_dir / folder / f"{name}.jsonl", results, as_changes=True)
         table = arrange(results)
         common = common_settings(table)
         table = {drop_common(row, common): cells for row, cells in table.items()}
-        parts.append(section(folder, results, table, paper.get(name, {}), common))
+        parts.append(section(path, results, table, paper.get(name, {}), common))
         picture = given.output_dir / folder / f"{name}.png"
         picture.parent.mkdir(exist_ok=True)
         plot(table, title_of(folder, results, table, common), picture)

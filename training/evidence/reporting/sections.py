@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,12 @@ def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: l
     return f"{folder}: {results[0]['sweep']} ({', '.join(parts)})"
 
 
-def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
+def section(path: Path, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
     """
-    The section on one sweep, as markdown: tables, each below a sentence of conclusion. Settings that all models have in
-    `common` are above the first one.
+    The section on the sweep whose results are in `path`, as markdown: tables, each below a sentence of conclusion.
+    Settings that all models have in `common` are above the first one.
     """
-    sweep = _sweep(results)
+    sweep, folder = _sweep(path, results), path.absolute().parent.name
     found = make_comparisons(sweep, table)
     lines = [f"## {folder}: {results[0]['sweep']}", f"**{conclude(found, table)}**"]
     lines += [_about(results, table, common), _command(folder, results[0])]
@@ -83,8 +84,11 @@ def _rename_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
     return {drop_common(row, common): given for row, given in papers.items() if set(common) <= set(row.split(", "))}
 
 
-def _sweep(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of the sweep's file, if it still exists."""
+def _sweep(path: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of the sweep's file: the copy beside the results, or that of the repository, if it still exists."""
+    copy = path.with_suffix(".yaml")
+    if copy.is_file():
+        return read_sweep(copy, "--mini" in results[0].get("command", ()))
     file = TRAINING / "sweeps" / f"{results[0]['sweep']}.yaml"
     return read_sweep(file, _is_mini(results[0])) if file.is_file() else {}
 
