@@ -5,6 +5,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from training_helpers import small_clip
 from transformers import (
+    BitImageProcessor,
     CLIPConfig,
     CLIPModel,
     Dinov2Config,
@@ -45,7 +46,7 @@ def dino():
 
 def dinov2():
     config = Dinov2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=56, patch_size=14)
-    return (Dinov2Model(config),)
+    return Dinov2Model(config), BitImageProcessor(size={"shortest_edge": 56}, crop_size=56)
 
 
 def llama():
@@ -66,6 +67,7 @@ def qwen():
 MODELS = {
     "outputs/arrows/liere8": arrows,
     "openai/clip-vit-base-patch16": clip,
+    "facebook/dinov2-small": dinov2,
     "facebook/dinov3-vits16-pretrain-lvd1689m": dino,
     "facebook/dinov3-vitb16-pretrain-lvd1689m": dino,
     "meta-llama/Llama-3.2-1B": llama,

@@ -1,6 +1,5 @@
 """The pages of the documentation for tests: their blocks of code, the output they state, and their commands."""
 
-import ast
 import re
 import shlex
 from pathlib import Path
@@ -15,9 +14,13 @@ PAGES = [ROOT / "README.md", TRAINING, *SITE]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
-# What a line prints, as a comment below it; and the shape of what a line assigns, as a comment at its end.
+# What a line prints, as a comment below it or at its end; and the shape of what a line assigns, at its end: numbers, or
+# names of the axes.
 PRINTED = re.compile(r"^print\(.*\)\n((?:# .*\n?)+)", re.MULTILINE)
-FILE = re.compile(r"# (\w+\.py)\n")
+PRINTED_AT_END = re.compile(r"^print\(.*\)  # ((?:[\[({\d]|True|False|None).*)$", re.MULTILINE)
+AXIS = r"\w+(?: [+·] \w+)?"
+SHAPE = re.compile(rf"^(\w+(?:, \w+)*) = .*  # \(((?:{AXIS}, )*{AXIS}),?\)", re.MULTILINE)
+FILE = re.compile(r"^```(?:python|yaml)\n(# (\w+\.(?:py|yaml))\n.*?)^```$", re.MULTILINE | re.DOTALL)
 SHAPE = re.compile(r"^(\w+) = .*  # (\(\d+(?:, \d+)+\))$", re.MULTILINE)
 
 
@@ -30,14 +33,20 @@ class Block(NamedTuple):
     line: int
 
     def printed(self) -> list[str]:
-        """The lines that comments below `print` quote: lists, tuples and dictionaries."""
+        """The lines that comments on `print` quote: below it lists, tuples and dictionaries, at its end values too."""
         lines = [line[2:] for found in PRINTED.findall(self.text) for line in found.splitlines()]
-        return [line for line in lines if line[:1] in "[({"]
+        return [line for line in lines if line[:1] in "[({"] + PRINTED_AT_END.findall(self.text)
 
-    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The names that the block assigns once, with the shapes that comments at the ends of these lines state."""
-        found = [(target, ast.literal_eval(shape)) for target, shape in SHAPE.findall(self.text)]
-        return [each for each in found if len(re.findall(rf"\b{each[0]}\b[^=\n]* = ", self.text)) == 1]
+    def shapes(self) -> list[tuple[str, tuple[int | None, ...]]]:
+        """The names assigned once in the block, with the shapes at the ends of these lines; `None` for a named axis."""
+        stated = [
+            (target, tuple(int(axis) if axis.isdigit() else None for axis in shape.split(", ")))
+            for targets, shape in SHAPE.findall(self.text)
+            for target in targets.split(", ")
+        ]
+        assigned = re.findall(r"^(\w+(?:, \w+)*) = ", self.text, re.MULTILINE)
+        names = [target for targets in assigned for target in targets.split(", ")]
+        return [(target, shape) for target, shape in stated if names.count(target) == 1]
 
     def commands(self) -> list[list[str]]:
         """The words of every command of a block of bash."""
@@ -60,11 +69,10 @@ def find_blocks(text: str) -> list[Block]:
 
 def write_files(page: Path, folder: Path) -> set[str]:
     """Save the blocks that begin with the name of a file, as their reader does; the texts of these blocks."""
-    named = {block.text: FILE.match(block.text) for block in blocks(page) if block.language == "python"}
-    for text, found in named.items():
-        if found:
-            (folder / found[1]).write_text(text, encoding="utf-8")
-    return {text for text, found in named.items() if found}
+    found = FILE.findall(page.read_text(encoding="utf-8"))
+    for text, file in found:
+        (folder / file).write_text(text, encoding="utf-8")
+    return {text for text, _ in found}
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -35,10 +35,10 @@ def test_tensorboard_has_what_the_run_logged(train_file, tmp_path, monkeypatch):
 def test_lightning_trains_by_the_snippet_of_the_page(tmp_path, monkeypatch):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "fine_tuning.md").read_text()
     (snippet,) = (part.partition("```")[0] for part in page.split("```py\n")[1:])
     namespace = {}
-    exec(compile(snippet, "training.md", "exec"), namespace)
+    exec(compile(snippet, "fine_tuning.md", "exec"), namespace)
     trainer, module = namespace["trainer"], namespace["module"]
     assert isinstance(trainer, lightning.Trainer) and trainer.global_step == 2
     decays = {

@@ -13,7 +13,7 @@ import torch
 import yaml
 from checkout import ROOT
 from pages import TRAINING, commands
-from training_helpers import TINY_RUN, write_dual_encoder, write_parquet
+from training_helpers import TINY_RUN, write_dual_encoder, write_images_folder, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
@@ -301,6 +301,7 @@ def data(tmp_path_factory):
         "TRAIN.parquet": write_parquet(folder / "train.parquet", 12),
         "TEST.parquet": write_parquet(folder / "test.parquet", 6, seed=1),
         "VOLUMES.npz": str(folder / "volumes.npz"),
+        "IMAGES": write_images_folder(folder / "images", {"train": 12, "validation": 6}),
         "TRAIN.ts": write_series(folder / "train.ts", 12),
         "TEST.ts": write_series(folder / "test.ts", 6),
     }

@@ -1,0 +1,206 @@
+"""
+The pages of the reference that are made from the code: fields of configurations, and the command line.
+
+    python tests/support/reference_pages.py
+
+writes them again. A test compares them with the code.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig, RotaryPatchConfig  # noqa: E402
+from hf_liere.models.encoding.kinds import CONVENTIONS, ENCODINGS, STARTS  # noqa: E402
+from hf_liere.models.encoding.rotary_fields import RANGES, UNROTATED, GridFields, RotaryFields  # noqa: E402
+from hf_liere.models.patched.rotary_patch import KEEP_ABSOLUTE  # noqa: E402
+from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig  # noqa: E402
+from hf_liere.models.transformer.validation import ARCHITECTURE_RANGES  # noqa: E402
+from hf_liere.tools.cli import PARSER  # noqa: E402
+
+
+FOLDER = ROOT / "docs" / "reference"
+MADE = "<!-- Made by tests/support/reference_pages.py; a test compares it with the code. -->"
+FIELDS = f"""# Fields with choices
+
+{MADE}
+
+These are the fields of all configurations, with the values that they accept. Each is also a flag of the scripts in
+`training/` (`--block_size 8`). `None` means that the encoding or the model decides. The [classes](../api/models.md)
+explain each field in full, and `print(config)` shows the fields that are not the default.
+
+## Encodings
+
+| `position_encoding` | `block_size` | `rotary_init`, the default first | `coordinates` | scores are relative |
+|---|---|---|---|---|
+"""
+COMMANDS = f"""# Command line
+
+{MADE}
+
+The package installs the command `hf-liere`. `hf-liere COMMAND --help` prints the options below. Before the command,
+`--register FILE` imports a Python file that registers [encodings of yours](../own_encoding.md). The scripts in
+`training/` list their flags with `--help` as well.
+
+| command | what it does |
+|---|---|
+"""
+# In place of the first sentence of a docstring, and for fields of ViTConfig, whose docstring is not ours.
+MEANINGS = {
+    "position_encoding": "How attention sees positions: not at all, by a learned table, or by rotations",
+    "rotary_init": "Where learned rotations start; the table above shows what each encoding accepts",
+    "axial_spectrum": "Whether every axis of `axial_rope` has a whole spectrum or all planes of a head share one",
+    "spins": 'Spins of the representation of so(3) in every block, for `rotary_init="so3"`',
+    "relative_axis": "The axis along which `spherical_rope` and `liere_product` are relative; `None` means 0",
+    "coordinates": "[The coordinate of a patch](../positions.md#images-and-clips-of-any-size)",
+    "position_perturbation": "In training, deviation σ of a patch from its place, in patch extents (ComRoPE eq. 11)",
+    "position_shift": "In training, largest common shift of all patches, in halves of the input (DINOv3)",
+    "position_jitter": "In training, largest factor that stretches each axis (DINOv3)",
+    "position_rescale": "In training, largest factor that stretches all axes (DINOv3)",
+    "hidden_size": "Channels of a token",
+    "num_hidden_layers": "Number of layers",
+    "num_attention_heads": "Number of heads of a layer",
+    "intermediate_size": "Channels inside the MLP",
+    "hidden_act": "Activation inside the MLP",
+    "hidden_dropout_prob": "Dropout of the embeddings and of the outputs of attention and MLP",
+    "attention_probs_dropout_prob": "Dropout of attention weights",
+    "initializer_range": "Standard deviation of new weights",
+    "layer_norm_eps": "Epsilon of the layer norms",
+    "qkv_bias": "Whether the projections of query, key and value have a bias",
+    "use_gated_mlp": 'Whether the MLP is gated: with `hidden_act="silu"` SwiGLU',
+    "final_norm": "What the last layer norm is applied to: all tokens, the pooled output, or nothing",
+    "pooling": "What a classifier reads: class token, mean of patches, mean of all tokens, or all prefix tokens",
+    "position_table_size": "Entries of the learned table on each axis; `None` means one for each training patch",
+    "physical_unit": 'The length in mm or s that counts as 1 in `coordinates="physical"`, for all axes or one per axis',
+    "position_origin": "Coordinates are (positions − origin) · scale",
+    "position_scale": "Coordinates are (positions − origin) · scale",
+    "keep_absolute": "How patches use the model's own position table",
+}
+OF_PATCHES = {"position_encoding": tuple(ENCODINGS), "rotary_init": (*STARTS, "pretrained")}
+OPEN = {
+    "position_encoding": (*UNROTATED, *ENCODINGS),
+    "rotary_init": tuple(STARTS),
+    "coordinates": tuple(CONVENTIONS),
+    "keep_absolute": tuple(KEEP_ABSOLUTE),
+}
+KINDS = {int: "whole number", float: "number", str: "text", list: "list", tuple: None, type(None): None}
+SECTIONS = (
+    ("Position encoding", RotaryFields, "models, patches and the layer"),
+    ("Coordinates of patches", GridFields, "models of images and videos, and patches"),
+    ("Transformer", LieREConfig, "all models"),
+    ("Images and videos", LieREPixelConfig, "models of images and videos"),
+    ("Images", LieREViTConfig, "models of images"),
+    ("Videos and volumes", LieREVideoConfig, "models of videos and volumes"),
+    ("Tokens", LieRETokensConfig, "models of tokens"),
+    ("Patches", RotaryPatchConfig, "`RotaryPatchConfig`"),
+)
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def names(values) -> str:
+    return ", ".join(f'`"{value}"`' if isinstance(value, str) else f"`{value}`" for value in values)
+
+
+def describe_arguments(owner: type) -> dict[str, str]:
+    """The first sentence about each argument in a docstring of Google's style."""
+    text = inspect.getdoc(owner).partition("\nArgs:\n")[2].partition("\nRaises:")[0]
+    found = {}
+    for entry in re.split(r"^    (?=\w)", text, flags=re.MULTILINE)[1:]:
+        argument, _, meaning = re.sub(r" \(`.*?\):", ":", entry, count=1, flags=re.DOTALL).partition(":")
+        sentence = re.split(r"(?<=[^.…])[.;:](?:\s|$)", " ".join(meaning.split()), maxsplit=1)[0]
+        found |= dict.fromkeys(re.split(r", ", argument), sentence.rstrip("."))
+    return found
+
+
+def accepted(name: str, hint: Any, owner: type) -> str:
+    """What a field accepts besides `None`."""
+    listed = OPEN | OF_PATCHES if owner is RotaryPatchConfig else OPEN
+    if name in listed:
+        return names(listed[name])
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    found = []
+    for part in parts:
+        if typing.get_origin(part) is typing.Literal:
+            found.append(names(typing.get_args(part)))
+        elif part is bool:
+            found.append("`True`, `False`")
+        else:
+            found.append(KINDS[typing.get_origin(part) or part])
+    # A number may be whole.
+    found = [kind for kind in dict.fromkeys(found) if kind and not (kind == "whole number" and "number" in found)]
+    rules = [wording for fields, _, wording in (*RANGES, *ARCHITECTURE_RANGES) if name in fields]
+    rules = [re.sub(r"^(be|lie) |, or None$| and finite in float32", "", rule) for rule in rules]
+    return ", ".join([" or ".join(found), *rules])
+
+
+def own_fields(owner: type) -> list[dataclasses.Field]:
+    """Those that a class adds to its bases, or whose default it changes."""
+    return [
+        field
+        for field in dataclasses.fields(owner)
+        if field.name in inspect.get_annotations(owner)
+        and not field.name.startswith("_")
+        and field.name != "format_version"
+    ]
+
+
+def make_fields() -> str:
+    lines = []
+    for name, encoding in ENCODINGS.items():
+        default = encoding.block_sizes.default
+        size = f"{default or 'the whole head'}{'' if encoding.block_sizes.varies else ', no other'}"
+        relative = "yes" if encoding.commutes else "in one coordinate" if encoding.product else "with blocks of 2"
+        starts = names(encoding.accepted_starts()) or "nothing is learned"
+        lines.append(f"| `{name}` | {size} | {starts} | {names([encoding.coordinates])} | {relative} |")
+    page = FIELDS + "\n".join(lines) + "\n"
+    for title, owner, where in SECTIONS:
+        hints, meanings = inspect.get_annotations(owner), describe_arguments(owner) | MEANINGS
+        page += f"\n## {title}\n\nIn {where}:\n\n| field | accepts | default | meaning |\n|---|---|---|---|\n"
+        for field in own_fields(owner):
+            values = accepted(field.name, hints[field.name], owner)
+            page += f"| `{field.name}` | {cell(values)} | {names([field.default])} | {cell(meanings[field.name])} |\n"
+    return page
+
+
+def make_commands() -> str:
+    (subparsers,) = (action for action in PARSER._actions if isinstance(action, argparse._SubParsersAction))
+    helps = {action.dest: action.help for action in subparsers._choices_actions}
+    page = COMMANDS + "\n".join(f"| [`{name}`](#{name}) | {cell(text)} |" for name, text in helps.items()) + "\n"
+    for name, parser in subparsers.choices.items():
+        page += f"\n## {name}\n\n{cell(parser.description)}\n"
+        actions = [action for action in parser._actions if action.dest != "help"]
+        if actions:
+            page += "\n| argument | meaning |\n|---|---|\n"
+        for action in actions:
+            value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else "")
+            value = value or ("" if action.nargs == 0 or not action.option_strings else action.dest.upper())
+            words = [", ".join(action.option_strings) or action.metavar or action.dest]
+            words += [value] if action.option_strings and value else []
+            needed = " (required)" if action.required and action.option_strings else ""
+            page += f"| `{cell(' '.join(words))}` | {cell(action.help % {'default': action.default})}{needed} |\n"
+    return page
+
+
+PAGES = {"fields.md": make_fields, "command_line.md": make_commands}
+
+
+def main(folder: Path = FOLDER) -> None:
+    for name, make in PAGES.items():
+        (folder / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
