@@ -16,6 +16,7 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 from hf_liere import __version__  # noqa: E402
+from hf_liere.models.encoding.rotary_fields import RotaryFields  # noqa: E402
 
 
 project = "hf_liere"
@@ -132,8 +133,8 @@ def code(match: re.Match) -> str:
 
 
 def read_signature(app, what, name, obj, options, signature, returned):
-    """The fields of a configuration are in its docstring, those of transformers in theirs."""
-    if what == "class" and issubclass(obj, PreTrainedConfig):
+    """The fields of a configuration are in its docstring and on a page, those of transformers in theirs."""
+    if what == "class" and issubclass(obj, (PreTrainedConfig, RotaryFields)):
         return "", None
     # Sphinx parses signatures as Python.
     return signature and signature.replace("<factory>", "..."), returned

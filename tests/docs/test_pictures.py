@@ -140,7 +140,10 @@ def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
 @pytest.mark.parametrize(
     "page",
     ["README.md"]
-    + [f"docs/{name}.md" for name in ("diffusion", "orientations_and_poses", "rotary_family", "evidence", "speed")],
+    + [
+        f"docs/{name}.md"
+        for name in ("choosing", "diffusion", "orientations_and_poses", "rotary_family", "evidence", "speed")
+    ],
 )
 def test_pages_have_a_picture_for_each_theme(page):
     text = (ROOT / page).read_text()
