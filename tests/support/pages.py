@@ -21,7 +21,6 @@ PRINTED_AT_END = re.compile(r"^print\(.*\)  # ((?:[\[({\d]|True|False|None).*)$"
 AXIS = r"\w+(?: [+·] \w+)?"
 SHAPE = re.compile(rf"^(\w+(?:, \w+)*) = .*  # \(((?:{AXIS}, )*{AXIS}),?\)", re.MULTILINE)
 FILE = re.compile(r"^```(?:python|yaml)\n(# (\w+\.(?:py|yaml))\n.*?)^```$", re.MULTILINE | re.DOTALL)
-SHAPE = re.compile(r"^(\w+) = .*  # (\(\d+(?:, \d+)+\))$", re.MULTILINE)
 
 
 class Block(NamedTuple):
