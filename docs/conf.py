@@ -56,7 +56,7 @@ napoleon_use_rtype = False
 # Files outside of docs that a page includes: links to them lead to that page.
 INCLUDED = {
     ROOT / "training" / "README.md": DOCS / "reference" / "papers.md",
-    ROOT / "training/results/report.md": DOCS / "results.md",
+    ROOT / "training/results/report.md": DOCS / "reference" / "results_tables.md",
 }
 CODE = re.compile(r"\[`([^`]+)`\]|(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")

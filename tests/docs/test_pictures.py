@@ -142,7 +142,7 @@ def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
     ["README.md"]
     + [
         f"docs/{name}.md"
-        for name in ("choosing", "diffusion", "orientations_and_poses", "rotary_family", "evidence", "speed")
+        for name in ("choosing", "diffusion", "orientations_and_poses", "rotary_family", "results", "speed")
     ],
 )
 def test_pages_have_a_picture_for_each_theme(page):
