@@ -57,6 +57,7 @@ napoleon_use_rtype = False
 INCLUDED = {
     ROOT / "training" / "README.md": DOCS / "reference" / "papers.md",
     ROOT / "training/results/report.md": DOCS / "reference" / "results_tables.md",
+    ROOT / "training/results/archive/report.md": DOCS / "reference" / "results_archive.md",
 }
 CODE = re.compile(r"\[`([^`]+)`\]|(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")

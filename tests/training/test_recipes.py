@@ -385,7 +385,7 @@ def test_every_sweep_has_results_of_its_small_version_or_a_reason():
     readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
     table = readme.split("their small versions have no\nstored results:\n\n")[1].split("\n\n")[0]
     reasons = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
-    stored = {path.stem for path in (ROOT / "training" / "results").glob("*/*.jsonl")}
+    stored = {path.stem for path in (ROOT / "training" / "results").rglob("*.jsonl")}
     assert not reasons & stored
     assert reasons | stored == {path.stem for path in SWEEPS}
 

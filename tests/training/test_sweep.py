@@ -451,7 +451,7 @@ def test_fine_tuned_towers_are_swept_too(files, tmp_path):
     table = result_table.arrange(results)
     assert list(table) == ["Absolute", "ComRoPE-LD, block_size 4"]
     for (row, cells), model in zip(table.items(), ("unpatched", "patched")):
-        assert list(cells) == ["as trained", "image_size 24"]
+        assert list(cells) == ["as trained", "24 px"]
         folder = next((tmp_path / "swept").glob(f"*/{model}"))
         written = json.loads((folder / "resolutions.json").read_text())["resolutions"]
         for cell, entry in zip(cells.values(), written, strict=True):

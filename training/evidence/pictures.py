@@ -8,7 +8,7 @@ It writes to training/figures, or `--output_dir`:
 - products_*.svg: which moves of all tokens the attention logits of two encodings see, computed likewise
 - orientations_*.svg: attention logits of four encodings of orientations while the world turns, computed by it too
 - poses_*.svg: accuracy of five models in orientations that they were not trained in, from training/results
-- resolutions_*.svg: accuracy against image size, from training/results
+- resolutions_*.svg: accuracy against image size, from training/results/archive
 - costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
 - diffusion_*.svg: losses of a small diffusion transformer at a larger size than in training, from training/results
 """
@@ -34,6 +34,7 @@ from training.engine.runs import start
 from training.evidence.reporting.plots import reaches, styles
 from training.evidence.reporting.result_lines import read_results
 from training.evidence.reporting.result_table import AS_TRAINED, Cell, arrange
+from training.evidence.reporting.sections import Section
 
 
 TRAINING = Path(__file__).resolve().parents[1]
@@ -76,11 +77,11 @@ SEEN = {"turned by 29°": (0.0, 0.0, 0.5), "by 69°": (0.0, 1.2, 0.0), "by 115°
 WORLD_AXIS, WORLD_ANGLES = (1 / 3, 2 / 3, 2 / 3), torch.linspace(0, 2 * torch.pi, 240, dtype=torch.float64)
 # Rows of the sweep `poses` by their names in the picture, those that start at the rotations of space first.
 ORIENTED = {
-    "LieRE from so(3), frozen": "LieRE3, rotary_init so3, rotary_learning_rate_factor 0",
-    "LieRE from so(3), learned": "LieRE3, rotary_init so3",
-    "no rotations, orientations as features": "no positions, feature_columns features + matrices, num_hidden_layers 2",
+    "LieRE from so(3), frozen": "LieRE from so(3), frozen",
+    "LieRE from so(3), learned": "LieRE from so(3), learned",
+    "no rotations, orientations as features": "rotation matrices as features, two layers",
     "Axial RoPE": "Axial RoPE",
-    "LieRE8 from its usual start": "LieRE8",
+    "LieRE8 from its usual start": "LieRE8, usual start",
 }
 WALKS = {
     "along a row": ((0, 1), {"color": COLOURS[0], "linestyle": "-", "linewidth": 3.6, "marker": "o"}),
@@ -251,8 +252,8 @@ def draw_orientations() -> dict[str, str]:
 
 def poses() -> dict[str, Cell]:
     """Cells of the models by their names in the picture, evaluated in all orientations."""
-    table = arrange(read_results(RESULTS / "poses" / "poses.jsonl"))
-    return {title: table[row]["evaluation_angle 180"] for title, row in ORIENTED.items()}
+    table = Section.read("poses", read_results(RESULTS / "poses" / "poses.jsonl"), {}).table
+    return {title: table[row]["turned by up to 180°"] for title, row in ORIENTED.items()}
 
 
 def draw_poses() -> dict[str, str]:
@@ -276,14 +277,14 @@ def draw_poses() -> dict[str, str]:
 
 def resolutions() -> dict[str, dict[int, Cell]]:
     """Cells of the models by the size of the images, in px."""
-    results = read_results(RESULTS / "cifar10" / "resolutions.jsonl")
+    results = read_results(RESULTS / "archive" / "cifar10" / "resolutions.jsonl")
     table: dict[str, dict[int, Cell]] = {}
     for row, cells in arrange(results).items():
         if row not in LINES:
             # Too many lines for the picture; the table has all rows.
             continue
         trained = cells[AS_TRAINED].results[0]["run"]["image_size"][0]
-        sizes = {name: trained if name == AS_TRAINED else int(name.removeprefix("image_size ")) for name in cells}
+        sizes = {name: trained if name == AS_TRAINED else int(name.removesuffix(" px")) for name in cells}
         table[row] = {sizes[name]: cells[name] for name in sorted(cells, key=sizes.get)}
     return table
 

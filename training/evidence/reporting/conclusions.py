@@ -19,6 +19,8 @@ from training.evidence.reporting.result_table import AS_TRAINED, LOWER_IS_BETTER
 
 # Rows that a sentence names before it gives their number, and tests without a result that it names.
 MOST_LISTED, MOST_OPEN = 4, 2
+# Sentences on significant differences in a row of the summary.
+MOST_SUMMARISED = 3
 # How a setting begins that names the start of an encoding.
 START = "rotary_init "
 # Each row with its name in sentences.
@@ -29,14 +31,9 @@ def conclude(found: Comparisons, table: Table) -> str:
     """Which differences are significant, or why there are no tests and what the table shows, in one paragraph."""
     names = names_in_prose(table)
     parts = _significant(found, table, names)
-    seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
+    seeds = _numbers_of_seeds(table)
     if not found.made:
-        if seeds[0] < found.fewest_seeds:
-            counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
-            parts.append(f"Not tested: {counted}, and a test needs {found.fewest_seeds}.")
-        else:
-            only = ", or only with rows at chance" if found.at_chance else ""
-            parts.append(f"Not tested: the file of the sweep names no comparison{only}.")
+        parts.append(_not_tested(found, seeds))
         parts.append(_best(table, names) if found.solved_at is None else who_solves(table, found.solved_at, names))
         parts.append(_spread(table))
     elif seeds[0] < found.fewest_seeds:
@@ -44,6 +41,39 @@ def conclude(found: Comparisons, table: Table) -> str:
     if found.at_chance:
         parts.append(f"At chance: {_listed([names[row] for row in found.at_chance])}.")
     return " ".join(part for part in parts if part)
+
+
+def summarise(found: Comparisons, table: Table) -> str:
+    """The same in short, for a table of all sweeps: differences of means alone."""
+    if not found.made:
+        return _not_tested(found, _numbers_of_seeds(table))
+    names, sentences = names_in_prose(table), []
+    for some in _by_question(found).values():
+        if some[0].kind == "mean":
+            sentences += filter(None, [_means([one for one in some if one.significant], found, table, names)])
+    counted = f"{found.significant or 'None'} of {found.distinct} test{'' if found.distinct == 1 else 's'}."
+    more = ["More below."] if len(sentences) > MOST_SUMMARISED else []
+    return " ".join([counted, *sentences[:MOST_SUMMARISED], *more])
+
+
+def _numbers_of_seeds(table: Table) -> list[int]:
+    return sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
+
+
+def _not_tested(found: Comparisons, seeds: list[int]) -> str:
+    if seeds[0] < found.fewest_seeds:
+        counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
+        return f"Not tested: {counted}, and a test needs {found.fewest_seeds}."
+    only = ", or only with rows at chance" if found.at_chance else ""
+    return f"Not tested: the file of the sweep names no comparison{only}."
+
+
+def _by_question(found: Comparisons) -> dict[tuple, list[Comparison]]:
+    """Tests against one row, or one condition, by what is asked."""
+    groups: dict[tuple, list[Comparison]] = defaultdict(list)
+    for one in found.made:
+        groups[one.against, one.question].append(one)
+    return groups
 
 
 def names_in_prose(rows: Table) -> Names:
@@ -68,12 +98,9 @@ def names_in_prose(rows: Table) -> Names:
 
 def _significant(found: Comparisons, table: Table, names: Names) -> list[str]:
     """A sentence on the significant tests of every question, and one on the others."""
-    groups: dict[tuple, list[Comparison]] = defaultdict(list)
-    for one in found.made:
-        groups[one.against, one.question].append(one)
     by_share = {(one.row, one.against, one.column) for one in found.made if one.kind == "share" and one.significant}
     parts = []
-    for some in groups.values():
+    for some in _by_question(found).values():
         kind = some[0].kind
         # That more or fewer seeds reach an accuracy implies that it takes less or more time.
         told = [one for one in some if kind != "examples" or (one.row, one.against, one.column) not in by_share]
@@ -103,6 +130,8 @@ def _pair(one: Comparison, names: Names) -> str:
 
 def _means(some: list[Comparison], found: Comparisons, table: Table, names: Names) -> str:
     """Rows that are better or worse than one of them, or than they are under another condition."""
+    if not some:
+        return ""
     cell, column = some[0].cell(table), some[0].column
     lower = cell.metric() in LOWER_IS_BETTER
     groups: dict[str, list[Comparison]] = {"better": [], "worse": []}

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from training.evidence.reporting.comparisons import Comparison, Comparisons
 from training.evidence.reporting.conclusions import names_in_prose
 from training.evidence.reporting.result_table import AS_TRAINED, METRICS, SEEDS, Cell, Table, condition, method
 from training.evidence.reporting.significance import Interval
@@ -47,14 +48,20 @@ LEGEND_WIDTH, LEGEND_HANDLE = 112, 8
 LOGARITHMIC = 8
 
 
-def plot(table: Table, title: str, path: Path) -> None:
-    """Draws a sweep: lines if a condition or setting is a number, else a row of points for each model."""
+def plot(table: Table, title: str, path: Path, chance: float | None = None) -> None:
+    """
+    Draws a sweep: lines if a condition or setting is a number, else a row of points for each model.
+
+    Args:
+        chance: The accuracy of an answer without positions, drawn as a line.
+    """
     label = METRICS[next(iter(next(iter(table.values())).values())).metric()]
     lines, number = find_lines(table)
     if len(lines) > len(STYLES):
         # More lines than styles would be indistinguishable.
         lines = {}
-    height = 4.5 if lines else 1.3 + 0.32 * len(table)
+    conditions = max(len(cells) for cells in table.values())
+    height = 4.5 if lines else 1.5 + 0.16 * (1 + conditions) * len(table)
     figure, axes = pyplot.subplots(figsize=(7, height), layout="constrained")
     scale = f"{label} (%)" if label == "accuracy" else label
     if lines:
@@ -66,17 +73,80 @@ def plot(table: Table, title: str, path: Path) -> None:
         columns = min(4, LEGEND_WIDTH // max(len(name) + LEGEND_HANDLE for name in labels))
         figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=max(1, columns))
     else:
-        columns = _plot_rows(axes, table, label)
+        _plot_rows(axes, table, label)
         axes.set_xlabel(scale)
         axes.grid(axis="x", color="#DDDDDD")
-        if columns > 1:
+        axes.set_axisbelow(True)
+        if conditions > 1:
             figure.legend(frameon=False, loc="outside lower center", ncols=3)
+    if chance is not None and label == "accuracy":
+        _draw_chance(axes, 100 * chance, across=not lines)
     low, high = axes.get_ylim() if lines else axes.get_xlim()
     missing = max(LEAST_SPAN[label] - (high - low), 0) / 2
     (axes.set_ylim if lines else axes.set_xlim)(low - missing, high + missing)
-    figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10)
+    _save(figure, title, path)
+
+
+def plot_differences(found: Comparisons, table: Table, title: str, path: Path) -> None:
+    """
+    Draws tested differences between models with their intervals. Where seeds or documents are compared in pairs, the
+    results of the single models say little about them.
+    """
+    made = tested_models(found, table)
+    names, cell = names_in_prose(table), made[0].cell(table)
+    pairs, columns = ([*dict.fromkeys(some)] for some in zip(*(((one.row, one.against), one.column) for one in made)))
+    figure, axes = pyplot.subplots(figsize=(7, 1.6 + 0.2 * (1 + len(columns)) * len(pairs)), layout="constrained")
+    axes.axvline(0, color="#555555", linestyle=":", linewidth=1.2)
+    for one in made:
+        index = columns.index(one.column)
+        place = pairs.index((one.row, one.against)) + (index - (len(columns) - 1) / 2) * 0.8 / (1 + len(columns))
+        sides = [table[row][one.column].outcomes.values.mean(axis=(1, 2)) for row in (one.against, one.row)]
+        single = sides[1] - sides[0] if len(sides[0]) == len(sides[1]) else []
+        interval = one.test.difference
+        mean, low, high, *seeds = (
+            _percent(value, cell) for value in (interval.mean, interval.low, interval.high, *single)
+        )
+        style = {**STYLES[index], "linestyle": ""}
+        reach = [[mean - low], [high - mean]]
+        axes.errorbar(mean, place, xerr=reach, label=one.column, capsize=2.5, markersize=5, linewidth=1.2, **style)
+        axes.plot(seeds, [place] * len(seeds), **style | {"marker": "o"}, markerfacecolor="none", markersize=3)
+    bases = list(dict.fromkeys(names[against] for _, against in pairs))
+    told = [names[row] + (f" against {names[against]}" if len(bases) > 1 else "") for row, against in pairs]
+    axes.set_yticks(range(len(pairs)), [textwrap.fill(row, ROW_WIDTH) for row in told])
+    axes.set_ylim(len(pairs) - 0.5, -0.5)
+    unit = "points" if cell.metric() == "eval_accuracy" else "%"
+    axes.set_xlabel(f"difference of {METRICS[cell.metric()]}{f' from {bases[0]}' if len(bases) == 1 else ''} ({unit})")
+    axes.grid(axis="x", color="#DDDDDD")
+    axes.set_axisbelow(True)
+    if len(columns) > 1:
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+        figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=3)
+    _save(figure, title, path)
+
+
+def tested_models(found: Comparisons, table: Table) -> list[Comparison]:
+    """The tests of two models by the metric of the table."""
+    return [one for one in found.made if one.kind == "mean" and one.metric is None and one.against in table]
+
+
+def _percent(value: float, cell: Cell) -> float:
+    """A difference of outcomes as a picture shows it: in points, or of perplexities in percent."""
+    return 100 * (math.expm1(value) if cell.metric() == "eval_perplexity" else value)
+
+
+def _save(figure, title: str, path: Path) -> None:
+    figure.suptitle("\n".join(textwrap.fill(line, TITLE_WIDTH) for line in title.splitlines()), fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _draw_chance(axes, accuracy: float, across: bool) -> None:
+    """A line at the accuracy of an answer without positions, with its name at one end."""
+    (axes.axvline if across else axes.axhline)(accuracy, color="#555555", linestyle=":", linewidth=1.2)
+    place = {"x": accuracy, "y": 1.0} if across else {"x": 1.0, "y": accuracy}
+    transform = axes.get_xaxis_transform() if across else axes.get_yaxis_transform()
+    aligned = {"ha": "center", "va": "bottom"} if across else {"ha": "right", "va": "bottom"}
+    axes.text(**place, s="without positions", transform=transform, color="#555555", fontsize=8, **aligned)
 
 
 def find_lines(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
@@ -92,7 +162,7 @@ def find_lines(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
             place = result["condition"].get(number, _as_trained(result, number))
             if place is not None:
                 others = condition({name: value for name, value in result["condition"].items() if name != number})
-                name = row if others == AS_TRAINED or len(cells) == 1 else f"{row}, {others}"
+                name = row if others == AS_TRAINED or len(cells) == 1 else f"{row} (evaluated: {others})"
                 lines[name].append((place, cell))
     if lines and all(len(points) > 1 for points in lines.values()):
         return lines, number
@@ -141,12 +211,12 @@ def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, l
         _draw(axes, places, [cell for _, cell in points], label, looks[row], row, "-")
 
 
-def _plot_rows(axes, table: Table, label: str) -> int:
-    """Draws models from top to bottom with their conditions below each other; returns the number of conditions."""
+def _plot_rows(axes, table: Table, label: str) -> None:
+    """Draws models from top to bottom with their conditions below each other."""
     conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
     for index, column in enumerate(conditions):
         places = [
-            (place + (index - (len(conditions) - 1) / 2) * 0.2, cells[column])
+            (place + (index - (len(conditions) - 1) / 2) * 0.8 / (1 + len(conditions)), cells[column])
             for place, cells in enumerate(table.values())
             if column in cells
         ]
@@ -154,7 +224,6 @@ def _plot_rows(axes, table: Table, label: str) -> int:
         _draw(axes, heights, cells, label, STYLES[index % len(STYLES)], column, "", across=True)
     axes.set_yticks(range(len(table)), [textwrap.fill(row, ROW_WIDTH) for row in names_in_prose(table).values()])
     axes.set_ylim(len(table) - 0.5, -0.5)
-    return len(conditions)
 
 
 def _draw(

@@ -1,5 +1,6 @@
 """Results of a sweep as rows of models and columns of conditions, with the papers' names."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_liere.errors import InputError
 from hf_liere.models.encoding.kinds import ENCODINGS
 from training.evidence.reporting.result_lines import correct_examples, decode_numbers
 from training.evidence.reporting.significance import FEWEST_SEEDS, Interval, Outcomes, bootstrap_mean
@@ -27,6 +29,20 @@ AS_IN_PAPER = (
 )
 # Exceptions, if two models of a sweep have the same encoding.
 TELLING = ("coordinates", "rotary_init", "rotate_prefix")
+# From this number on, single seeds are in the picture of a sweep, not in its tables.
+MANY_SEEDS = 10
+# Conditions in words, by their settings.
+CONDITIONS = {
+    "image_size": "{} px",
+    "evaluation_shuffle": "{} shuffled",
+    "evaluation_angle": "turned by up to {}°",
+    "evaluation_shift": "moved by up to {} cells",
+    "evaluation_offset": "offset {}",
+    "coordinates": "{}",
+    "max_length": "{} tokens",
+}
+# By the identity of a model: the settings that no label tells, and the labels of the others.
+Labels = dict[str, tuple[dict[str, Any], list[str]]]
 
 
 @dataclass
@@ -127,14 +143,14 @@ class Cell:
         return f"{100 * value:.1f}" if self.metric() == "eval_accuracy" else f"{value:.3f}"
 
     def __str__(self) -> str:
-        """The mean with its interval if there is one, the single seeds, and the range of draws."""
+        """The mean with its interval if there is one, the single seeds unless they are many, and the range of draws."""
         number, interval = self.number, self.interval
         parts = [number(self.mean)]
         if interval is not None:
             parts[0] += f" ({number(interval.low)} – {number(interval.high)})"
         if self.metric() in METRICS and self.metric() != "eval_accuracy":
             parts[0] = f"{METRICS[self.metric()]} {parts[0]}"
-        if len(seeds := self.by_seed()) > 1:
+        if 1 < len(seeds := self.by_seed()) < MANY_SEEDS:
             parts.append(", ".join(map(number, seeds.values())))
         draws = [number(bound(self.by_draw())) for bound in (min, max)]
         if draws[0] != draws[1]:
@@ -155,6 +171,39 @@ def arrange(results: list[dict[str, Any]]) -> Table:
             result
         )
     return {row: dict(cells) for row, cells in table.items()}
+
+
+def identity(settings: dict[str, Any]) -> str:
+    """What tells a model from others of its sweep: its settings but for seeds."""
+    told = {name: value for name, value in settings.items() if name not in SEEDS and value is not None}
+    return json.dumps(told, sort_keys=True)
+
+
+def reader_name(settings: dict[str, Any], script: str, shown: Iterable[str], common: list[str], labels: Labels) -> str:
+    """
+    A model in its sweep's labels, after its encoding if no label tells it; without labels its [`method`] but for the
+    settings that all models have in `common`.
+    """
+    rest, words = labels.get(identity(settings), (settings, []))
+    own = [drop_common(method(rest, script, shown), common)] if not words or "position_encoding" in rest else []
+    return ", ".join([*own, *words])
+
+
+def reader_names(table: Table, labels: Labels, common: list[str]) -> dict[str, str]:
+    """
+    The rows of [`arrange`] with their names for readers.
+
+    Raises:
+        InputError: if two rows have one name.
+    """
+    first = {row: next(iter(cells.values())).results[0] for row, cells in table.items()}
+    settings, script = [result["settings"] for result in first.values()], next(iter(first.values()))["script"]
+    shown = distinguishing_settings(settings, script)
+    names = {row: reader_name(given, script, shown, common, labels) for row, given in zip(first, settings)}
+    for row, name in names.items():
+        if list(names.values()).count(name) > 1:
+            raise InputError(f"The label {name!r} names {row!r} and another model; accepted: labels that differ.")
+    return names
 
 
 def common_settings(rows: Iterable[str]) -> list[str]:
@@ -207,7 +256,13 @@ def method(settings: dict[str, Any], script: str = "image_classification", shown
 
 
 def condition(given: dict[str, Any]) -> str:
-    return ", ".join(_named({name: value for name, value in given.items() if name not in SEEDS})) or AS_TRAINED
+    """In words: "64 px" for an `image_size` of 64."""
+    told = {name: value for name, value in given.items() if name not in SEEDS}
+    parts = [
+        CONDITIONS[name].format(_shown(told[name])) if name in CONDITIONS else part
+        for name, part in zip(told, _named(told))
+    ]
+    return ", ".join(parts) or AS_TRAINED
 
 
 def _named(values: dict[str, Any]) -> list[str]:
@@ -217,4 +272,6 @@ def _named(values: dict[str, Any]) -> list[str]:
 def _shown(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return " + ".join(value)
+    if isinstance(value, dict):
+        return " and ".join(_named(value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -3,13 +3,15 @@
 import json
 import shlex
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from training.evidence.reporting.comparisons import (
+    Comparisons,
     columns_of,
     is_at_chance,
     make_comparisons,
@@ -20,16 +22,21 @@ from training.evidence.reporting.comparisons import (
 )
 from training.evidence.reporting.conclusions import conclude
 from training.evidence.reporting.markdown import markdown, minus
+from training.evidence.reporting.plots import plot, plot_differences, tested_models
 from training.evidence.reporting.result_table import (
     AS_IN_PAPER,
     AS_TRAINED,
+    MANY_SEEDS,
     QUANTILE,
     Cell,
     Table,
+    arrange,
+    common_settings,
     distinguishing_settings,
-    drop_common,
-    method,
+    reader_name,
+    reader_names,
 )
+from training.evidence.reporting.significance import FEWEST_SEEDS
 from training.evidence.reporting.sweeps import TRAINING, combinations, read_sweep
 
 
@@ -39,49 +46,123 @@ FEWEST_EVALUATIONS = 20
 Part = tuple[str, str]
 
 
-def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
-    numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
-    seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
-    parts = [*common, _duration(results[0]), seeds, f"{results[0]['metrics']['eval_samples']:,} examples"]
-    return f"{folder}: {results[0]['sweep']} ({', '.join(parts)})"
-
-
-def section(path: Path, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
+@dataclass(frozen=True)
+class Section:
     """
-    The section on the sweep whose results are in `path`, as markdown: tables, each below a sentence of conclusion.
-    Settings that all models have in `common` are above the first one.
+    The results of one sweep on one data set.
+
+    Attributes:
+        folder: of the data, a part of the section's name.
+        sweep: the content of its file, empty if it no longer exists.
+        table: cells by the names of rows for readers.
+        common: settings that all models have.
+        paper: the paper's figures in `training/paper_results.yaml`, by the same rows.
     """
-    sweep, folder = _sweep(path, results), path.absolute().parent.name
-    found = make_comparisons(sweep, table)
-    lines = [f"## {folder}: {results[0]['sweep']}", f"**{conclude(found, table)}**"]
-    lines += [_about(results, table, common), _command(folder, results[0])]
-    conditions = columns_of(table)
-    papers = _rename_rows(paper.get("rows", {}), common)
-    figures = {row: cells for row, cells in papers.items() if row in table}
-    shown = [column for column in conditions if any(column in row for row in figures.values())]
-    if paper:
-        lines.append(f"The paper: {' '.join(paper['about'].split())}")
-    if paper and _is_mini(results[0]):
-        lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
-    lines.append(_results_table(table, conditions, figures, shown))
-    if missing := _missing_models(sweep, table, common) if sweep else []:
-        lines.append(f"Not measured yet: {'; '.join(missing)}.")
-    further = [_drops(table, conditions, figures), tests_table(found, table)]
-    if found.solved_at is not None:
-        further.insert(0, solved_table(table, found.solved_at))
-    further += [
-        FURTHER_TABLES[name](table, _rename_rows(paper.get(name, {}), common), sweep.get("chance"))
-        for name in sweep.get("report", [])
-    ]
-    metric = next(iter(next(iter(table.values())).values())).metric()
-    if conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map") and found.solved_at is None:
-        further.append(_epochs(table, sweep.get("chance")))
-    return "\n\n".join([*lines, *(part for made in further if made for part in made)])
+
+    folder: str
+    results: list[dict[str, Any]]
+    sweep: dict[str, Any]
+    table: Table
+    common: list[str]
+    paper: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, results: list[dict[str, Any]], papers: dict[str, Any]) -> "Section":
+        """The section on the sweep whose results are in `path`."""
+        sweep, table = _sweep(path, results), arrange(results)
+        common = common_settings(table)
+        names = reader_names(table, sweep.get("labels", {}), common)
+        paper = {
+            key: {names.get(row, ""): given for row, given in some.items()} if isinstance(some, dict) else some
+            for key, some in papers.get(results[0]["sweep"], {}).items()
+        }
+        return cls(path.absolute().parent.name, results, sweep, {names[row]: cells for row, cells in table.items()}, common, paper)
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder}: {self.results[0]['sweep']}"
+
+    @property
+    def title(self) -> str:
+        return self.sweep.get("title", self.name)
+
+    @property
+    def anchor(self) -> str:
+        return self.name.replace(": ", "-")
+
+    @cached_property
+    def found(self) -> Comparisons:
+        return make_comparisons(self.sweep, self.table)
+
+    @property
+    def numbers_of_seeds(self) -> list[int]:
+        return sorted({len(next(iter(cells.values())).by_seed()) for cells in self.table.values()})
+
+    @property
+    def few_seeds(self) -> bool:
+        """Whether a row has too few seeds for intervals."""
+        return self.numbers_of_seeds[0] < FEWEST_SEEDS
+
+    @property
+    def title_of_picture(self) -> str:
+        examples = f"{self.results[0]['metrics']['eval_samples']:,} test examples"
+        return f"{self.title}\n{self.folder}: {_seeds(self.numbers_of_seeds)}, {_duration(self.results[0])}, {examples}"
+
+    def draw(self, path: Path) -> None:
+        """Differences where tests compare seeds or documents in pairs, else the results."""
+        metric = next(iter(next(iter(self.table.values())).values())).metric()
+        paired = self.sweep.get("paired", False) or metric == "eval_perplexity"
+        if paired and tested_models(self.found, self.table):
+            plot_differences(self.found, self.table, self.title_of_picture, path)
+        else:
+            plot(self.table, self.title_of_picture, path, self.sweep.get("chance"))
+
+    @property
+    def missing_hours(self) -> float:
+        """Hours of training on one core, by the records, of the seeds that a test still needs."""
+        seconds = 0.0
+        for cells in self.table.values():
+            results = next(iter(cells.values())).results
+            longest = max(result["train_metrics"].get("train_runtime", 0) for result in results)
+            seconds += longest * max(0, self.found.fewest_seeds - len({one["settings"].get("seed") for one in results}))
+        return seconds / 3600
+
+    def write(self) -> str:
+        """
+        The section as markdown: what is significant, and the tables, each below a sentence of conclusion. Tables of few
+        seeds are folded.
+        """
+        table, found, paper, sweep = self.table, self.found, self.paper, self.sweep
+        conditions = columns_of(table)
+        figures = {row: cells for row, cells in paper.get("rows", {}).items() if row in table}
+        shown = [column for column in conditions if any(column in row for row in figures.values())]
+        lines = [_about(self.results, table, self.common), _command(self.folder, self.results[0])]
+        if paper:
+            lines.append(f"The paper: {' '.join(paper['about'].split())}")
+        if paper and _is_mini(self.results[0]):
+            lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
+        lines.append(_results_table(table, conditions, figures, shown))
+        if missing := _missing_models(sweep, table, self.common) if sweep else []:
+            lines.append(f"Not measured yet: {'; '.join(missing)}.")
+        further = [_drops(table, conditions, figures), tests_table(found, table)]
+        if found.solved_at is not None:
+            further.insert(0, solved_table(table, found.solved_at))
+        further += [
+            FURTHER_TABLES[name](table, paper.get(name, {}), sweep.get("chance")) for name in sweep.get("report", [])
+        ]
+        metric = next(iter(next(iter(table.values())).values())).metric()
+        if conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map") and found.solved_at is None:
+            further.append(_epochs(table, sweep.get("chance")))
+        lines += [part for made in further if made for part in made]
+        lines.append(f"![{self.title}]({self.folder}/{self.results[0]['sweep']}.png)")
+        if self.few_seeds:
+            said = f"{_seeds(self.numbers_of_seeds)}: tables and picture"
+            lines = [f"<details>\n<summary>{said}</summary>", *lines, "</details>"]
+        return "\n\n".join([f"## {self.name}", f"*{self.title}*", f"**{conclude(found, table)}**", *lines])
 
 
-def _rename_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
-    """A paper's figures by row, with names that omit the settings that all our rows have in common."""
-    return {drop_common(row, common): given for row, given in papers.items() if set(common) <= set(row.split(", "))}
+def _seeds(numbers: list[int]) -> str:
+    return "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
 
 
 def _sweep(path: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -100,7 +181,7 @@ def _missing_models(sweep: dict[str, Any], table: Table, common: list[str]) -> l
     trained = combinations(sweep["train"])
     shown = distinguishing_settings(trained, sweep["script"])
     for settings in trained:
-        row = drop_common(method(settings, sweep["script"], shown), common)
+        row = reader_name(settings, sweep["script"], shown, common, sweep["labels"])
         wanted.setdefault(row, set()).add(settings.get("seed"))
         if row in table:
             measured = next(iter(table[row].values())).results[0]["settings"]
@@ -218,7 +299,7 @@ def _command(folder: str, result: dict[str, Any]) -> str:
 
 def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Part | None:
     """(before − after) / before for evaluations with shuffled patches or frames, as in LieRE's Table 5."""
-    shuffles = [column for column in conditions if "evaluation_shuffle" in column]
+    shuffles = [column for column in conditions if column.endswith(" shuffled")]
     if not shuffles or AS_TRAINED not in conditions:
         return None
 
@@ -244,7 +325,7 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Par
             said.append(
                 f"{column}: {most} loses most ({_percent(known[most])}), {least} least ({_percent(known[least])})"
             )
-    return f"Relative loss of accuracy under {'; '.join(said)}.", markdown(header, rows, "---:")
+    return f"Relative loss of accuracy with {'; '.join(said)}.", markdown(header, rows, "---:")
 
 
 def _percent(value: float) -> str:
@@ -256,9 +337,9 @@ def _in_percent(value: float) -> str:
 
 
 def _with_seeds(mean: float, seeds: Iterable[float], form: Callable[[float], str]) -> str:
-    """A mean above the values of the single seeds."""
+    """A mean above the values of the single seeds, unless they are many."""
     single = list(map(form, seeds))
-    return f"{form(mean)}<br>{', '.join(single)}" if len(single) > 1 else form(mean)
+    return f"{form(mean)}<br>{', '.join(single)}" if 1 < len(single) < MANY_SEEDS else form(mean)
 
 
 def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:

@@ -26,6 +26,7 @@ from training.common.records import (
 )
 from training.engine.saving import last_complete_checkpoint
 from training.evidence.reporting.result_lines import encode_examples, encode_numbers
+from training.evidence.reporting.result_table import Labels, identity
 
 
 TRAINING = Path(__file__).resolve().parents[2]
@@ -35,10 +36,12 @@ SCRIPTS = (
 )
 SWEEP_KEYS = (
     *("script", "recipe", "train", "evaluate", "report", "compare"),
-    *("chance", "solved_at", "paired", "after", "mini"),
+    *("chance", "solved_at", "paired", "after", "mini", "title"),
 )
 # Settings of the models that a comparison or a condition applies to.
 ROWS = "rows"
+# Of an entry of `train`: the words of its settings in tables and pictures.
+LABEL = "label"
 # The setting that names the folder of the models that a run starts from.
 FROM = "model_name_or_path"
 COMPARE_KEYS = ("against", "against_condition", ROWS, "beside", "under", "metric", "within")
@@ -50,7 +53,7 @@ REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
 
 def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     """
-    The content of a sweep file.
+    The content of a sweep file. Its labels are under "labels", as [`Labels`], and no longer among the settings.
 
     Raises:
         InputError: naming the error in the file.
@@ -77,8 +80,21 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
         raise InputError(f"{path.name}: report {', '.join(unknown)}; accepted: {', '.join(REPORT_TABLES)}.")
     if not isinstance(sweep.get("paired", False), bool):
         raise InputError(f"{path.name}: paired {sweep['paired']!r}; accepted: true, false.")
+    sweep["labels"], sweep["train"] = _take_labels(sweep["train"])
     _check_rows(path.name, sweep)
     return sweep
+
+
+def _take_labels(train: list[list[dict[str, Any]]]) -> tuple[Labels, list[list[dict[str, Any]]]]:
+    """The labels of models, and the axes of `train` without them."""
+    bare = [[{name: value for name, value in entry.items() if name != LABEL} for entry in axis] for axis in train]
+    labels: Labels = {}
+    for given, settings in zip(itertools.product(*train), itertools.product(*bare)):
+        row = {name: value for entry in settings for name, value in entry.items()}
+        if words := [entry[LABEL] for entry in given if LABEL in entry]:
+            told = {name for entry in given if LABEL in entry for name in entry}
+            labels[identity(row)] = {name: value for name, value in row.items() if name not in told}, words
+    return labels, bare
 
 
 def _check_rows(name: str, sweep: dict[str, Any]) -> None:
