@@ -983,7 +983,7 @@ def test_the_report_opens_with_a_summary_and_folds_few_seeds(results, tmp_path):
     row = next(row for row in text.splitlines() if row.startswith("| ["))
     name = f"{path.parent.name}: shuffling"
     assert row == (
-        f"| [{name}](#{name.replace(': ', '-')}) | Shuffled patches: encodings (2 models) | 2 | "
+        f"| [Shuffled patches: encodings](#{name.replace(': ', '-')}) (2 models) | {path.parent.name} | 2 | "
         "Not tested: 2 seeds, and a test needs 5. |"
     )
     assert text.index(row) < text.index("## How to read this page") < text.index(f"## {name}")

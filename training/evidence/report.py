@@ -54,9 +54,10 @@ means if there are fewer than ten.
 **From five seeds on**, intervals are 95% and resample seeds, then draws of an offset if there are five, then examples.
 They estimate the effect of other seeds and other examples. Tests are t-tests that contain the variances of all three
 (Welch's degrees of freedom). Where models of one seed start with equal outputs and see the same batches, the file of
-the sweep says `paired`, and seeds are compared in pairs. It also names the comparisons that are tested. "Holm" is p
-corrected for the number of distinct tests of the sweep. A difference is significant if Holm's p is below 5%. Intervals
-are not corrected, so one may exclude 0 where the difference is not significant. Baselines at chance are left out.
+the sweep says `paired`, and seeds are compared in pairs. It also names the comparisons that are tested, and says in a
+comment which of them were named after the runs. "Holm" is p corrected for the number of distinct tests of the sweep. A
+difference is significant if Holm's p is below 5%. Intervals are not corrected, so one may exclude 0 where the
+difference is not significant. Baselines at chance are left out.
 
 **For some tasks the report also counts the runs that reach an accuracy**, which the files of their sweeps name. Runs
 may end anywhere below it. Evaluated as in training, the shares of seeds, with the intervals of Clopper and Pearson, and
@@ -71,28 +72,28 @@ def summary(sections: list[Section]) -> str:
     """All sections in one table: what each compares, its seeds, and what is significant."""
     rows = [
         [
-            f"[{one.name}](#{one.anchor})",
-            f"{one.title} ({len(one.table)} model{'' if len(one.table) == 1 else 's'})",
+            f"[{one.title}](#{one.anchor}) ({len(one.table)} model{'' if len(one.table) == 1 else 's'})",
+            one.folder,
             " or ".join(map(str, one.numbers_of_seeds)),
             summarise(one.found, one.table),
         ]
         for one in sections
     ]
-    return markdown(["section", "what was compared", "seeds", "what is significant"], rows)
+    return markdown(["what was compared", "data", "seeds", "what is significant"], rows)
 
 
 def index(sections: list[Section]) -> str:
     """All sections of the archive in one table, with what a test of each would still take."""
     rows = [
         [
-            f"[{one.name}](#{one.anchor})",
-            one.title,
+            f"[{one.title}](#{one.anchor})",
+            one.folder,
             " or ".join(map(str, one.numbers_of_seeds)),
             f"{one.missing_hours:.1f}",
         ]
         for one in sections
     ]
-    return markdown(["section", "what was compared", "seeds", "hours to a test"], rows)
+    return markdown(["what was compared", "data", "seeds", "hours to a test"], rows)
 
 
 def write_page(folder: Path, head: list[str], sections: list[Section]) -> Path:

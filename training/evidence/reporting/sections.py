@@ -274,7 +274,8 @@ def _reach_of_examples(table: Table) -> str:
     if reach == 0:
         return ""
     shown = {"eval_accuracy": f"{100 * reach:.1f} points", "eval_perplexity": f"{100 * np.expm1(reach):.0f}%"}
-    return f" Other test examples alone would move a figure by up to ±{shown.get(cells[0].metric(), f'{reach:.3f}')}."
+    moved = shown.get(cells[0].metric(), f"{reach:.3f}")
+    return f" Other test examples alone would move a figure by up to ±{moved}, in 95 of 100 draws."
 
 
 def _count(number: float, noun: str) -> str:
@@ -432,7 +433,8 @@ def _epochs(table: Table, chance: float | None) -> Part | None:
             sooner += [row] if reached < last and row != "Absolute" else []
         rows.append([row, "never" if reached is None else f"{reached:g}", fewer])
     goal = "the accuracy that Absolute has at the end" if is_accuracy else "the highest mAP of Absolute"
-    said = f"Epochs until {goal}, by the means over seeds. Sooner than Absolute: {', '.join(sooner) or 'none'}."
+    earlier = ", ".join(sooner) or "none"
+    said = f"Epochs until {goal}, by the means over seeds, not tested. Sooner than Absolute: {earlier}."
     return said, markdown(["", "epochs", "fewer than Absolute's"], rows, "---:")
 
 
