@@ -5,6 +5,7 @@ without Jupyter, which the tests then need not install; the first cell, which in
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,21 @@ def ran(tmp_path, monkeypatch):
     from matplotlib import pyplot
 
     pyplot.close("all")
+
+
+# What prints or draws when its cell runs, and not only when a function does.
+SHOWS = re.compile(r"^(?:    )?print\(|^(?:    )?(?:figure.*= )?pyplot\.(?:plot|figure|subplots)\(", re.MULTILINE)
+# Losses of weights on the Hub, which are not to be had everywhere.
+NOT_STORED = {"clip": ["optimizer = "]}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_readers_of_the_page_see_what_cells_show(path):
+    code = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    for cell in code[1:]:
+        source = "".join(cell["source"])
+        if not any(part in source for part in NOT_STORED.get(path.stem, [])):
+            assert bool(cell["outputs"]) == bool(SHOWS.search(source)), source
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
