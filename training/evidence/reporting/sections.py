@@ -76,7 +76,14 @@ class Section:
             key: {names.get(row, ""): given for row, given in some.items()} if isinstance(some, dict) else some
             for key, some in papers.get(results[0]["sweep"], {}).items()
         }
-        return cls(path.absolute().parent.name, results, sweep, {names[row]: cells for row, cells in table.items()}, common, paper)
+        return cls(
+            path.absolute().parent.name,
+            results,
+            sweep,
+            {names[row]: cells for row, cells in table.items()},
+            common,
+            paper,
+        )
 
     @property
     def name(self) -> str:
