@@ -33,6 +33,7 @@ from .models.transformer.patch_batches import batch_of_patches
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
 from .patching.guards import install_guards
+from .patching.peft_adapters import merge_and_fold, with_rotations
 from .tools.conversion.upgrades import upgrade_encoding
 from .version import __version__
 
@@ -69,6 +70,7 @@ __all__ = [
     "load_peft",
     "load_rotary",
     "matrix_to_rotation_vector",
+    "merge_and_fold",
     "patch",
     "quaternion_to_rotation_vector",
     "register_coordinates",
@@ -82,4 +84,5 @@ __all__ = [
     "set_frequency_schedule",
     "unpatch",
     "upgrade_encoding",
+    "with_rotations",
 ]

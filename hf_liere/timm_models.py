@@ -26,7 +26,7 @@ from .models.patched.rotary_patch import RotaryPatchConfig
 from .patching.apply import patch
 
 
-ROTARY_FIELDS = {field.name for field in fields(RotaryPatchConfig)} - {"target", "format_version"}
+ROTARY_FIELDS = {field.name for field in fields(RotaryPatchConfig)} - {"target", "folded_grids", "format_version"}
 DATA = {
     "input_size": (3, 224, 224),
     "num_classes": 1000,

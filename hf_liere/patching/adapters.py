@@ -79,6 +79,8 @@ def write_rotations(
         is_alone: Whether the files belong to no model or adapter in the directory.
     """
     towers = [tower for _, tower in require_patched(model)]
+    if any(tower.rotary_patch.config.folded_grids is not None for tower in towers):
+        raise ValueError("Folded rotations are a part of the weights: save the model, or the rotations before folding.")
     configs = [tower.rotary_patch.config.to_dict() for tower in towers]
     if any(config != configs[0] for config in configs):
         raise ValueError(f"The vision towers are patched differently, which one adapter cannot store: {configs}.")

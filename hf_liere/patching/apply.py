@@ -61,6 +61,8 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
         raise ValueError(
             f"{config!r} must be a RotaryPatchConfig, such as RotaryPatchConfig(position_encoding='liere')."
         )
+    if config.folded_grids is not None:
+        raise ValueError(f"folded_grids={config.folded_grids} is what fold_rotations sets; leave it out.")
     return attach_plans(model, make_plans(model, config))
 
 
@@ -223,13 +225,18 @@ def complete_model(model: PreTrainedModel) -> PreTrainedModel:
             f"{model._get_name()} is not a class that transformers exports with its own model_type, so no Auto "
             "class restores it. save_rotary works for every model."
         )
-    adapted = [name for name, _ in model.named_modules() if name.endswith("base_layer")]
-    if adapted:
-        raise ValueError(
-            f"{model._get_name()} contains adapters ({', '.join(adapted[:4])} …). Merge or unload them first; peft "
-            "saves them beside the rotations."
-        )
+    refuse_adapters(model)
     return model
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise `ValueError` if a model contains adapters of peft, or a trained copy of rotations."""
+    ends = ("base_layer", "rotary_encoding.modules_to_save")
+    if adapted := [name for name, _ in model.named_modules() if name.endswith(ends)]:
+        raise ValueError(
+            f"{model._get_name()} contains adapters ({', '.join(adapted[:4])} …). Merge or unload them first, as "
+            "merge_and_fold does; peft saves them beside the rotations."
+        )
 
 
 def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -4,11 +4,12 @@ loading, drops rotations that the base lacks. Here saving an adapter also writes
 one first puts these rotations into the base, see `guards.py`.
 """
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -32,7 +33,57 @@ from .adapters import (
     stored_parameters,
     write_rotations,
 )
-from .apply import is_patched
+from .apply import is_patched, require_patched
+from .folding import fold_rotations
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+
+def with_rotations(config: "PeftConfig") -> "PeftConfig":
+    """
+    A copy of a configuration of peft that also trains and saves the rotations of a patched model.
+
+    ```python
+    import hf_liere
+    from peft import LoraConfig, get_peft_model
+    from transformers import CLIPModel
+
+    base = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(base, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    model = get_peft_model(base, hf_liere.with_rotations(LoraConfig(target_modules=["q_proj", "v_proj"])))
+    ```
+    """
+    return dataclasses.replace(config, modules_to_save=[*(config.modules_to_save or ()), "rotary_encoding"])
+
+
+def merge_and_fold(model: "PeftModel", grids: Iterable[tuple[int, ...]] | None = None) -> PreTrainedModel:
+    """
+    The model of peft with its adapters merged and its rotations folded, for inference, see [`fold_rotations`]. As after
+    peft's `merge_and_unload`, the model given is used up.
+
+    ```python
+    import hf_liere
+    from peft import LoraConfig, get_peft_model
+    from transformers import CLIPModel
+
+    base = CLIPModel.from_pretrained("openai/clip-vit-base-patch16")
+    hf_liere.patch(base, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", block_size=8))
+    model = get_peft_model(base, hf_liere.with_rotations(LoraConfig(target_modules=["q_proj", "v_proj"])))
+    hf_liere.merge_and_fold(model).save_pretrained("clip-merged")
+    ```
+
+    Args:
+        grids: As for [`fold_rotations`].
+
+    Raises:
+        ValueError: if the model is not of peft, its adapters cannot be merged, or its rotations cannot be folded.
+    """
+    if not hasattr(model, "merge_and_unload"):
+        raise ValueError(f"{type(model).__name__} is no model of peft; of a model without adapters, fold_rotations().")
+    require_patched(model)
+    return fold_rotations(model.merge_and_unload(), grids)
 
 
 def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_loaded: bool = False) -> None:

@@ -37,7 +37,7 @@ def _patch_flags(kind: type) -> type:
         elif any(get_origin(part) is Literal for part in get_args(accepted)):
             # RotaryPatchConfig checks the values, and `None` is one of them.
             accepted = str | None
-        if patch_field.name not in ("format_version", *kind.__annotations__):
+        if patch_field.name not in ("folded_grids", "format_version", *kind.__annotations__):
             flags.append((patch_field.name, accepted, dataclasses.field(default=patch_field.default)))
     made = dataclasses.make_dataclass(kind.__name__, flags, bases=(dataclasses.dataclass(kind),))
     made.__module__ = kind.__module__

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable
-from typing import TypeGuard
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
+from ..fast.dispatch import values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .grouped_positions import GroupedPositions
@@ -20,16 +20,20 @@ from .rotary_encoding import LieRE
 class FoldedLieRE(LieRE):
     """
     LieRE for inference: the rotations of some grids are constants; those of other grids are computed on the fly.
+    Patched towers keep the rotation of one prefix token for all.
 
     Attributes:
         grids: Rotations of all tokens for each of `config.folded_grids`, by names like "14x14": (layers or 1, N, heads
             or 1, blocks, b, b).
+        places: By the same names, (N, A) coordinates of the patches where another model places them; else empty.
     """
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
-        self.grids = nn.ParameterDict()
+        self.grids, self.places = nn.ParameterDict(), nn.ParameterDict()
         for grid in config.folded_grids:
+            if getattr(config, "train_grid", None) is None:
+                self.places[grid_name(grid)] = self.new_parameter(math.prod(grid), num_axes).requires_grad_(False)
             tokens = config.num_prefix_tokens + math.prod(grid)
             shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
             self.grids[grid_name(grid)] = self.new_parameter(*shape).requires_grad_(False)
@@ -40,25 +44,33 @@ class FoldedLieRE(LieRE):
         dtype: torch.dtype | None = None,
         layer: int | None = None,
     ) -> Iterable[Rotation]:
-        if layer is not None or not self._is_folded(positions):
+        grid = None if isinstance(positions, GroupedPositions) else self._find_grid(positions)
+        if isinstance(positions, GroupedPositions) or grid is None:
             return super().forward(positions, dtype, layer)
         # from_pretrained makes every parameter trainable; constants must stay fixed.
-        layers = self.grids[grid_name(positions.facts.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
-        rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]
-        return rotations * (self.num_layers // self.layers)
+        layers = self.grids[grid].detach()  # (layers, N, heads or 1, blocks, b, b)
+        stored, given = self.config.num_prefix_tokens, positions.num_prefix_tokens
+        if given != stored:
+            # All prefix tokens have one rotation.
+            prefix = layers[:, :1].expand(-1, given, -1, -1, -1, -1)  # (layers, P, heads or 1, blocks, b, b)
+            layers = torch.cat([prefix, layers[:, stored:]], dim=1)
+        rotations = [BlockRotation(each.transpose(0, 1).unsqueeze(0)) for each in layers]
+        rotations *= self.num_layers // self.layers
+        return rotations if layer is None else [rotations[layer]]
 
-    def _is_folded(self, positions: TokenPositions | GroupedPositions) -> TypeGuard[GridPositions]:
-        """Whether the model placed these tokens, on a grid whose rotations are constants."""
+    def _find_grid(self, positions: TokenPositions) -> str | None:
+        """The name of the grid with constant rotations on which the model placed these tokens, if it did."""
+        config, has_prefix = self.config, self.config.num_prefix_tokens > 0 or positions.num_prefix_tokens == 0
         if not isinstance(positions, GridPositions):
-            return False
-        config, facts = self.config, positions.facts
+            patches = positions.coordinates[..., positions.num_prefix_tokens :, :]  # (…, N, A)
+            return next((name for name, place in self.places.items() if has_prefix and _agree(patches, place)), None)
+        facts = positions.facts
         own = facts._replace(
             train_grid=config.train_grid,
             convention=config.coordinates,
-            num_prefix_tokens=config.num_prefix_tokens,
             prefix_coordinate=config.prefix[1] if config.rotate_prefix else 0.0,
         )
-        return grid_name(facts.grid) in self.grids and facts == own
+        return grid_name(facts.grid) if has_prefix and grid_name(facts.grid) in self.grids and facts == own else None
 
     @torch.no_grad()
     def copy_rotations(self, encoding: LieRE, rotations: dict[tuple[int, ...], Iterable[BlockRotation]]) -> None:
@@ -73,6 +85,15 @@ class FoldedLieRE(LieRE):
         super().reset_parameters()
         for constants in self.grids.values():
             init.copy_(constants, torch.eye(self.block_size).expand_as(constants))
+        for place in self.places.values():
+            init.zeros_(place)
+
+
+def _agree(patches: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether patches are at these coordinates, up to float32; while a graph is recorded, whether they are as many."""
+    if patches.shape != place.shape:
+        return False
+    return values_are_unknown(patches, place) or (patches - place.to(patches)).abs().max().item() < 1e-5
 
 
 def grid_name(grid: tuple[int, ...]) -> str:

@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
+from ..rotation.grouped_rotation import Rotation
 from .kinds import ENCODINGS, ROUNDED, encoding_of, needs_exponential
 from .rotary_encoding import RotaryEncoding
 from .rotary_fields import TRAINING_ONLY, RotaryFields, check_rotations
@@ -34,6 +36,8 @@ class EncodingConfig(RotaryFields):
     head_dim: int = 64
     folded_grids: list[list[int]] | None = None
     round_angles: bool = False
+    # Constants of a grid have one rotation for all prefix tokens.
+    num_prefix_tokens: ClassVar[int] = 1
 
     def __post_init__(self):
         self.fill_in_rotations()
@@ -82,7 +86,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
             "grid, and this model takes positions with every input; accepted here: block_size 2 and encodings whose "
             "generators commute."
         )
-    folded = _copy_model(model)
+    folded = copy_model(model)
     encoder = next(module for module in folded.modules() if "rotary_encoding" in module._modules)
     grids = [config.train_grid] if grids is None else list(grids)
     # All modules share this configuration.
@@ -92,23 +96,32 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
             setattr(folded.config, name, neutral)
     folded.config.validate()
     encoding = encoder.rotary_encoding
-    if not (constant or encoding.in_basis):
-        return folded.requires_grad_(False)
-    reference = next(encoding.parameters())
-    folded_encoding = build_encoding(folded.config, config.num_axes).to(reference)
-    if constant:
-        placed = {grid: encoder.grid_positions(grid, reference.device) for grid in map(tuple, grids)}
-        rotations = {grid: encoder.rotations(positions) for grid, positions in placed.items()}
-        folded_encoding.copy_rotations(encoding, rotations)
-    else:
-        folded_encoding.copy_rotations(encoding)
+    places = {grid: encoder.grid_positions(grid, model.device) for grid in map(tuple, folded.config.folded_grids)}
+    rotations = {grid: encoder.rotations(positions) for grid, positions in places.items()}
+    encoder.rotary_encoding = fold_encoding(encoding, folded.config, rotations)
+    if encoding.in_basis:
         for layer, basis in zip(encoder.layers, encoding.bases()):
             layer.attention.fold(basis)
-    encoder.rotary_encoding = folded_encoding
     return folded.requires_grad_(False)
 
 
-def _copy_model(model: nn.Module) -> nn.Module:
+def fold_encoding(encoding: RotaryEncoding, config, rotations: dict[tuple, Iterable[Rotation]]) -> RotaryEncoding:
+    """
+    The same rotations without exponentials and bases, see `RotaryEncoding.folded_class`.
+
+    Args:
+        config: That of the encoding, with `folded_grids`.
+        rotations: By grid, its rotations of the tokens.
+    """
+    constant = needs_exponential(config)
+    if not (constant or encoding.in_basis):
+        return encoding
+    folded = build_encoding(config, encoding.num_axes).to(next(encoding.parameters()))
+    folded.copy_rotations(encoding, *([rotations] if constant else []))
+    return folded
+
+
+def copy_model(model: nn.Module) -> nn.Module:
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if offloaded:
         raise ValueError(f"{len(offloaded)} weights are offloaded ({offloaded[0]} …); fold before offloading.")

@@ -41,35 +41,40 @@ def check_foldable(projections: Iterable[nn.Module]) -> None:
 @torch.no_grad()
 def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor, output: nn.Module | None = None) -> None:
     """
-    Change the weights of query, key or value projections to the eigenbasis of their rotations, permanently. Channels
-    that odd blocks do not rotate go to the end of a head.
+    Change the weights of query, key or value projections to the eigenbasis of their rotations, permanently.
 
     Args:
         projections: Linear layers to (heads · head_dim) channels.
-        basis: (1 or key heads, blocks, b, b); a key head serves a group of neighbouring query heads.
+        basis: As for [`to_folded`].
         output: Linear layer from as many channels, which takes rotated values in this basis.
 
     Raises:
         ValueError: as [`check_foldable`].
     """
     check_foldable([*projections, *([] if output is None else [output])])
+    for projection in projections:
+        for parameter in (projection.weight, projection.bias):
+            if parameter is not None:
+                parameter.copy_(to_folded(parameter, basis))
+    if output is not None:
+        output.weight.copy_(to_folded(output.weight.T, basis).T)
+
+
+def to_folded(rows: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """
+    (H · D, …) channels of all heads in the basis of their rotations. Those that odd blocks do not rotate go to the end
+    of a head.
+
+    Args:
+        basis: (1 or key heads, blocks, b, b); a key head serves a group of neighbouring query heads.
+    """
     key_heads, blocks, size, _ = basis.shape
     channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)  # (blocks, b)
     in_planes = size - size % 2
     order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])  # (D,)
-
-    def change(rows: torch.Tensor) -> torch.Tensor:
-        """(H · D, …) of all heads."""
-        heads = len(rows) // len(order)
-        head_basis = basis if key_heads == 1 else basis.repeat_interleave(heads // key_heads, dim=0)
-        return _reorder(to_basis(rows, head_basis), order)
-
-    for projection in projections:
-        for parameter in (projection.weight, projection.bias):
-            if parameter is not None:
-                parameter.copy_(change(parameter))
-    if output is not None:
-        output.weight.copy_(change(output.weight.T).T)
+    if key_heads > 1:
+        basis = basis.repeat_interleave(len(rows) // len(order) // key_heads, dim=0)
+    return _reorder(to_basis(rows, basis), order)
 
 
 @torch.no_grad()

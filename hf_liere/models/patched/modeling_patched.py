@@ -63,6 +63,8 @@ class RotaryModelMixin(_Pickled, ModelBase):
 
     # Writes the files of `save_rotary`; set by the package, because a checkpoint's code does not contain it.
     write_rotations: Callable | None = None
+    # The same of `fold_rotations`.
+    fold_rotations: Callable
 
     def __init__(self, config):
         is_part = _under_construction.get() is config
@@ -76,6 +78,17 @@ class RotaryModelMixin(_Pickled, ModelBase):
             patch = replace(patch, target=_find_target(self, patch.target))
             config.rotary_patch = patch.to_dict()
             patch_in_place(self, plan(self, patch))
+
+    def train(self, mode: bool = True):
+        """
+        Raises:
+            ValueError: if the rotations are folded.
+        """
+        if mode and any(tower.rotary_patch.config.folded_grids is not None for _, tower in patched_towers(self)):
+            raise ValueError(
+                "The rotations of this model are folded, which is for inference: train the original model."
+            )
+        return super().train(mode)
 
     def initialize_weights(self) -> None:
         super().initialize_weights()

@@ -79,6 +79,7 @@ class PretrainedBlocks(PretrainedRope):
                 share_layers=config.share_layers,
                 rotary_init="zeros",
                 relative_axis=config.relative_axis,
+                folded_grids=config.folded_grids,
             )
             self.orders[name] = order_planes(
                 list(layout.axes), config.position_encoding, rotary.encoding.block_size, tower.label
@@ -99,7 +100,8 @@ class PretrainedBlocks(PretrainedRope):
         for channels in self.channels:
             channels.reset_parameters()
         ropes = [module.get_submodule(name) for name in self.rope_names]
-        if not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
+        is_folded = self.config.folded_grids is not None
+        if not is_folded and not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
             for group in self.orders:
                 members = [layer for layer in self.layers if self.rows[layer][0] == group]
                 frequencies = torch.cat([self._read_planes(module, layer).frequencies for layer in members], dim=1)
@@ -143,7 +145,7 @@ class PretrainedBlocks(PretrainedRope):
         device = next(rotary.parameters()).device
         coordinates = coordinates if device.type == "meta" else coordinates.to(device)
         # (…, prefix + N, A)
-        positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
+        positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates, prefix)
         encoding = (
             rotary.encoding if self.share is None else partial(self.share.call, self.local[name], rotary.encoding)
         )

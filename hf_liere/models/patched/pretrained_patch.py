@@ -118,7 +118,7 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     planned = TowerPlan(tower, patch, partial(kind, tower, layers, config))
     # Report what does not fit before the model is changed.
     encoding = planned.build_encoding()
-    if kind.rotates_states:
+    if kind.rotates_states and config.folded_grids is None:
         check_planned_start(planned, encoding)
     return planned
 

@@ -55,6 +55,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             patches beyond the trained grid the nearest one; `"fade"`: interpolated and multiplied by
             `absolute_weight`, which `set_absolute_weight` changes during training; `"drop"`: not used.
         absolute_weight: Weight of the table for `keep_absolute="fade"`.
+        folded_grids: Set by `fold_rotations`, as in [`LieREConfig`]; `None` for models that can be trained.
 
     Raises:
         ValueError: for values that no model accepts; `patch` refuses those that a given model does not accept.
@@ -67,6 +68,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
     rotate_prefix: bool | None = None
     keep_absolute: str = "interpolate"
     absolute_weight: float = 1.0
+    folded_grids: list[list[int]] | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):

@@ -193,7 +193,8 @@ class TowerPlan(Generic[Patchable]):
     def attach(self, encoding: nn.Module) -> None:
         module = self.tower.module
         device = device_of(self.patch.attentions(module)[0], module)
-        module.rotary_encoding = encoding.to(device).train(module.training)
+        can_train = self.patch.config.folded_grids is None
+        module.rotary_encoding = encoding.to(device).train(module.training and can_train)
         module.rotary_patch = self.patch
         self.patch.add_hooks(self.tower)
 

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..encoding.folding import EncodingConfig, build_rotary_encoding
-from ..encoding.rotary_fields import GridFields, RotaryFields
+from ..encoding.rotary_fields import GridFields, RotaryFields, rotated_prefix
 from ..probing.coordinate_probe import frequency_buffers
 from ..probing.module_inspection import View, head_shape
 from ..transformer.eager_attention import eager_attention_forward
@@ -41,6 +41,11 @@ class TowerConfig(GridFields, EncodingConfig):
     def __post_init__(self):
         super().__post_init__()
         self.fill_in_coordinates()
+
+    @property
+    def prefix(self) -> tuple[int, float]:
+        """Number of prefix tokens among constants, and their coordinate."""
+        return self.num_prefix_tokens, rotated_prefix(self)
 
 
 @dataclass
@@ -153,6 +158,7 @@ def make_tower_config(
             head_dim=head_dim,
             train_grid=grid,
             rotate_prefix=bool(config.rotate_prefix),
+            folded_grids=config.folded_grids,
         )
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error
