@@ -13,6 +13,7 @@ import torch
 import yaml
 from checkout import ROOT
 from pages import TRAINING, commands
+from structures import write_centres, write_chains
 from training_helpers import TINY_RUN, write_dual_encoder, write_images_folder, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
@@ -295,6 +296,8 @@ def data(tmp_path_factory):
     (folder / "texts").mkdir()
     for number in range(20):
         (folder / "texts" / f"{number}.py").write_text("def f(x):\n    return x\n" * 100)
+    write_chains(folder / "chains")
+    write_centres(folder / "centres.npz")
     return {
         "TEXTS": str(folder / "texts"),
         "DINOV3_CLIP": write_dual_encoder(folder / "dual_encoder"),
@@ -304,6 +307,8 @@ def data(tmp_path_factory):
         "IMAGES": write_images_folder(folder / "images", {"train": 12, "validation": 6}),
         "TRAIN.ts": write_series(folder / "train.ts", 12),
         "TEST.ts": write_series(folder / "test.ts", 6),
+        "DSSP": str(folder / "chains"),
+        "CENTRES.npz": str(folder / "centres.npz"),
     }
 
 

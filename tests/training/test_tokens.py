@@ -314,7 +314,7 @@ def test_lengths_that_do_not_fit(tmp_path):
     "flags, message",
     [
         ([], "There are no training data; accepted: --train_files"),
-        (["--dataset_name", "cubes"], "--dataset_name 'cubes'; accepted: solids, pointers, poses, views, or files"),
+        (["--dataset_name", "cubes"], "'cubes'; accepted: solids, .*, views, proteins, handedness, or files"),
         (["--dataset_name", "pointers", "--evaluation_shift", "-1"], "--evaluation_shift -1.0; accepted: 0 and above"),
         (["--dataset_name", "poses", "--train_files", "a.npz"], "--dataset_name poses takes no files"),
         (["--dataset_name", "poses", "--evaluation_angle", "200"], "--evaluation_angle 200.0; accepted: 0 … 180"),

@@ -85,7 +85,7 @@ def describe_examples(arguments: Any, splits: dict[str, str], train: int | None,
         if samples is None:
             return None
         dataset = getattr(arguments, "dataset_name", None)
-        folders = ("image_folder", "video_folder", "volume_file", "text_folder")
+        folders = ("image_folder", "video_folder", "volume_file", "text_folder", "structures")
         folder = next((value for place in folders if (value := getattr(arguments, place, None))), None)
         if dataset and Path(dataset).exists():
             dataset, folder = None, dataset

@@ -14,7 +14,7 @@ from hf_liere.models.fast.dispatch import working_dtype
 from hf_liere.reading.tokens import Columns, read_columns, require_distinct, to_float64
 from training.common.arguments import LimitArguments, flag, require_numbers
 from training.common.messages import abbreviate
-from training.data import pointers, poses, solids, views
+from training.data import handedness, pointers, poses, proteins, solids, views
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
 
@@ -28,7 +28,13 @@ class TokenDataArguments(LimitArguments):
     dataset_name: str | None = flag(
         None,
         "`solids` for points on generated solids, `pointers` for generated grids with a pointer, `poses` for generated "
-        "orientations, `views` for generated cameras; else pass files.",
+        "orientations, `views` for generated cameras; `proteins` for residues and `handedness` for carbon atoms of "
+        "--structures; else pass files.",
+    )
+    structures: str | None = flag(
+        None,
+        "Folder of chains for `proteins`, such as data/dssp of MDAnalysisTests, or file of training/carbon_centres.py "
+        "for `handedness`.",
     )
     train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
     validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")
@@ -50,8 +56,8 @@ class TokenDataArguments(LimitArguments):
     evaluation_points: int = flag(72, "Points of a solid to evaluate.")
     training_angle: float = flag(
         30.0,
-        "Largest angle of the query of `poses`, or of the scene of `views`, to train on from the world's axes, in "
-        "degrees; 180 for all.",
+        "Largest angle of the query of `poses`, of the scene of `views`, or of a sample of --structures to train on, "
+        "from the world's axes or those of the file, in degrees; 180 for all.",
     )
     evaluation_angle: float = flag(30.0, "The same to evaluate.")
     training_shift: float = flag(
@@ -65,10 +71,15 @@ class TokenDataArguments(LimitArguments):
             if value in ("None", ["None"]):
                 setattr(self, name, None)
         super().__post_init__()
-        if self.dataset_name not in (None, *GENERATED):
-            raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: {', '.join(GENERATED)}, or files.")
+        if self.dataset_name not in (None, *NAMED):
+            raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: {', '.join(NAMED)}, or files.")
         if self.dataset_name and (self.train_files or self.validation_files):
-            raise InputError(f"--dataset_name {self.dataset_name} takes no files: its tokens are generated.")
+            raise InputError(f"--dataset_name {self.dataset_name} takes no files; accepted: one of the two.")
+        if self.structures and self.dataset_name not in STRUCTURED:
+            raise InputError(
+                f"--structures {self.structures!r} beside --dataset_name {self.dataset_name}; accepted: "
+                f"{' or '.join(STRUCTURED)}."
+            )
         if self.task not in (None, *TASKS):
             raise InputError(f"--task {self.task!r}; accepted: {', '.join(TASKS)}.")
         points = self.training_points
@@ -156,7 +167,7 @@ def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int
         if limit is not None and limit < 1:
             raise InputError(f"{limit} examples of the {part} data; accepted: 1 and above.")
         if arguments.dataset_name:
-            columns = GENERATED[arguments.dataset_name](arguments, part, limit)
+            columns = NAMED[arguments.dataset_name](arguments, part, limit)
             tables[part] = _from_columns(arguments, columns, arguments.dataset_name)
         else:
             tables[part] = _from_files(arguments, part).select(slice(limit))
@@ -196,12 +207,30 @@ def _moved(
     return columns
 
 
-# Columns of a part of the data, at most so many samples, by the name of the generated data set.
-GENERATED = {
+def _structures(
+    make: Callable[[str, str, int | None, float], dict[str, np.ndarray]],
+) -> Callable[[TokenDataArguments, str, int | None], Columns]:
+    """Samples of --structures that are turned by up to the angle of the part: `make(path, split, limit, largest)`."""
+
+    def columns(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
+        if arguments.structures is None:
+            raise InputError(f"--dataset_name {arguments.dataset_name} reads --structures, which is missing.")
+        made = make(
+            *(arguments.structures, poses.SPLITS[part == "evaluation"], limit, getattr(arguments, f"{part}_angle"))
+        )
+        return {name: list(values) for name, values in made.items()}
+
+    return columns
+
+
+STRUCTURED = {"proteins": proteins.protein_columns, "handedness": handedness.handedness_columns}
+# Columns of a part of the data, at most so many samples, by the name of the data set.
+NAMED = {
     "solids": _solids,
     "pointers": _moved(pointers.pointer_columns, pointers.DEFAULT_SIZES, "shift"),
     "poses": _moved(poses.pose_columns, poses.DEFAULT_SIZES, "angle"),
     "views": _moved(views.view_columns, views.DEFAULT_SIZES, "angle"),
+    **{name: _structures(make) for name, make in STRUCTURED.items()},
 }
 
 
@@ -210,7 +239,7 @@ def _from_files(arguments: TokenDataArguments, part: str) -> TokenTable:
     names = getattr(arguments, f"{infix}_files")
     if not names:
         raise InputError(
-            f"There are no {part} data; accepted: --{infix}_files, or --dataset_name {' or '.join(GENERATED)}."
+            f"There are no {part} data; accepted: --{infix}_files, or --dataset_name {' or '.join(NAMED)}."
         )
     tables = [_from_file(arguments, name) for name in names]
     joined = TokenTable(*(sum((getattr(table, column) for table in tables), []) for column in vars(tables[0])))

@@ -1,0 +1,349 @@
+"""Residues and carbon atoms of real structures, read from files of their formats that these tests write."""
+
+import gzip
+import json
+import sys
+
+import networkx
+import numpy as np
+import pytest
+from checkout import ROOT
+from scipy.spatial.transform import Rotation
+from structures import RESIDUES, atom, is_clockwise, write_centres, write_chains
+
+from hf_liere.errors import InputError
+from training import carbon_centres, token_classification
+from training.data import frames, handedness, molecules, proteins
+from training.data.tokens import TokenDataArguments, load_tokens
+
+
+# Ideal coordinates of L-alanine, whose CA atom is S, from the Chemical Component Dictionary.
+ALANINE = {
+    "N": (7, (-0.966, 0.493, 1.5)),
+    "CA": (6, (0.257, 0.418, 0.692)),
+    "C": (6, (-0.094, 0.017, -0.716)),
+    "O": (8, (-1.056, -0.682, -0.923)),
+    "CB": (6, (1.204, -0.62, 1.296)),
+    "OXT": (8, (0.661, 0.439, -1.742)),
+    "H": (1, (-1.383, -0.425, 1.482)),
+    "H2": (1, (-0.676, 0.661, 2.452)),
+    "HA": (1, (0.746, 1.392, 0.682)),
+    "HB1": (1, (1.459, -0.33, 2.316)),
+    "HB2": (1, (0.715, -1.594, 1.307)),
+    "HB3": (1, (2.113, -0.676, 0.697)),
+    "HXT": (1, (0.435, 0.182, -2.647)),
+}
+BONDS = "N-CA N-H N-H2 CA-C CA-CB CA-HA C=O C-OXT CB-HB1 CB-HB2 CB-HB3 OXT-HXT".split()
+
+
+def alanines():
+    """L-alanine and its mirror image as one table of molecules."""
+    names, (numbers, places) = [*ALANINE], map(np.array, zip(*ALANINE.values()))
+    pairs = [(bond.replace("=", "-").split("-"), 2 if "=" in bond else 1) for bond in BONDS]
+    bonds = np.array([[names.index(name) for name in ends] for ends, _ in pairs])
+    letters = np.where(np.array(names) == "CA", "S", "N")
+    return molecules.Molecules(
+        members=np.repeat([0, 1], len(names)),
+        numbers=np.tile(numbers, 2),
+        places=np.concatenate([places, places * [-1, 1, 1]]),
+        handedness=np.concatenate([letters, np.where(letters == "S", "R", "N")]),
+        bonds=np.concatenate([bonds, bonds + len(names)]),
+        orders=np.tile([order for _, order in pairs], 2),
+    )
+
+
+def relative(columns):
+    """Rotations and translations of all tokens as seen from each (samples, N, N, …), in float64."""
+    rotations = columns["matrices"].astype(np.float64).reshape(*columns["matrices"].shape[:2], 3, 3)
+    inverse = rotations.swapaxes(-1, -2)[:, :, None]
+    places = columns["translations"].astype(np.float64)
+    return inverse @ rotations[:, None], (inverse @ (places[:, None] - places[:, :, None])[..., None])[..., 0]
+
+
+def test_frames_are_right_handed_and_turn_with_their_points():
+    points = np.random.default_rng(0).normal(size=(3, 50, 3))
+    made = frames.frames_of(*points)
+    np.testing.assert_allclose(made.swapaxes(-1, -2) @ made, np.broadcast_to(np.eye(3), (50, 3, 3)), atol=1e-12)
+    np.testing.assert_allclose(np.linalg.det(made), 1, atol=1e-12)
+    seen = made.swapaxes(-1, -2) @ (points[1:] - points[:1])[..., None]  # (2, 50, 3, 1), in the frames
+    np.testing.assert_allclose(seen[0, :, 1:], 0, atol=1e-12)
+    np.testing.assert_allclose(seen[1, :, 2], 0, atol=1e-12)
+    assert (seen[0, :, 0] > 0).all() and (seen[1, :, 1] > 0).all()
+    turn = Rotation.from_rotvec([0.3, -1.2, 2.0]).as_matrix()
+    np.testing.assert_allclose(frames.frames_of(*(points @ turn.T + 3)), turn @ made, atol=1e-12)
+
+
+@pytest.fixture(params=["proteins", "handedness"])
+def task(request, tmp_path):
+    """The columns of a task as a function of split, limit and angle."""
+    if request.param == "proteins":
+        write_chains(tmp_path / "chains")
+        return lambda *given: proteins.protein_columns(str(tmp_path / "chains"), *given)
+    write_centres(tmp_path / "centres.npz")
+    return lambda *given: handedness.handedness_columns(str(tmp_path / "centres.npz"), *given)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_turned_samples_are_the_same_seen_from_each_token(task, split):
+    """All columns are the same poses, up to their rounding to float32, and no answer changes with the frame."""
+    given, turned = (task(split, 16, angle) for angle in (0, 180))
+    for columns in (given, turned):
+        samples, tokens = columns["translations"].shape[:2]
+        rotations = columns["matrices"].reshape(samples, tokens, 3, 3)
+        np.testing.assert_allclose(np.linalg.det(rotations), 1, atol=1e-5)
+        vectors = Rotation.from_rotvec(columns["positions"].reshape(-1, 3).astype(np.float64))
+        np.testing.assert_allclose(vectors.as_matrix().reshape(rotations.shape), rotations, atol=1e-6)
+        placed = columns["poses"].reshape(samples, tokens, 4, 4)
+        np.testing.assert_array_equal(placed[..., :3, :3], rotations)
+        np.testing.assert_array_equal(placed[..., :3, 3], columns["translations"])
+        np.testing.assert_array_equal(placed[..., 3, :], np.broadcast_to([0, 0, 0, 1], placed.shape[:2] + (4,)))
+    for name in ("features", "labels"):
+        np.testing.assert_array_equal(given[name], turned[name])
+    for one, other in zip(relative(given), relative(turned)):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert np.abs(given["matrices"] - turned["matrices"]).max() > 1
+
+
+def test_samples_depend_on_their_split_and_number_alone(task):
+    many, few = task("train", 30, 180), task("train", 5, 180)
+    for name, values in few.items():
+        np.testing.assert_array_equal(values, many[name][:5])
+    assert not np.array_equal(few["positions"], task("validation", 5, 180)["positions"])
+
+
+def test_neighbourhoods_of_residues_against_the_written_chains(tmp_path):
+    written = write_chains(tmp_path)
+    chains = proteins.read_chains(str(tmp_path))
+    assert {chain.name: chain.labels for chain in chains} == {name: letters for name, (_, letters) in written.items()}
+    assert [chain.name for chain in proteins.split_chains(chains, "validation")] == ["4"]
+    assert [chain.name for chain in proteins.split_chains(chains, "train")] == ["0", "1", "2", "3"]
+    backbone, letters = written["4"]
+    columns = proteins.protein_columns(str(tmp_path), "validation", None, 0)
+    assert columns["labels"].tolist() == [{"H": "helix", "E": "strand", "-": "other"}[letter] for letter in letters]
+    for residue in range(RESIDUES):
+        distances = np.linalg.norm(backbone[:, 1] - backbone[residue, 1], axis=1)
+        nearest = sorted(range(RESIDUES), key=distances.__getitem__)[:12]
+        np.testing.assert_allclose(columns["features"][residue, :, 1] * 10, distances[nearest], rtol=1e-5)
+        np.testing.assert_array_equal(columns["features"][residue, :, 0], [1] + [0] * 11)
+        for token, other in enumerate(nearest):
+            nitrogen, alpha, carbon = backbone[other]
+            matrix = columns["matrices"][residue, token].reshape(3, 3)
+            np.testing.assert_allclose(
+                columns["translations"][residue, token] * 10, alpha - backbone[residue, 1], atol=1e-5
+            )
+            # C lies on the x axis and N in the plane of x and y.
+            np.testing.assert_allclose(
+                matrix.T @ (carbon - alpha) / np.linalg.norm(carbon - alpha), [1, 0, 0], atol=1e-6
+            )
+            assert abs((matrix.T @ (nitrogen - alpha))[2]) < 1e-5 < (matrix.T @ (nitrogen - alpha))[1]
+
+
+def test_alanine_is_s_and_its_mirror_image_r():
+    centres, agrees = molecules.find_centres(alanines())
+    assert agrees.all() and centres.is_r.tolist() == [False, True]
+    assert centres.numbers.tolist() == [[7, 6, 6, 1]] * 2
+    # Of C: O by a double bond counts twice. Its further atoms are O and OXT, in Å from CA.
+    assert centres.spheres[0].tolist() == [
+        *([6, 1, 1, 0, 0, 0, 0, 0], [8, 8, 8, 6, 0, 0, 0, 0], [6, 1, 1, 1, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0, 0]),
+    ]
+    origin = np.array(ALANINE["CA"][1])
+    np.testing.assert_allclose(centres.further[0, 1, :2], np.array([ALANINE[k][1] for k in ("O", "OXT")]) - origin)
+    assert np.isnan(centres.further[0, 1, 2]).all() and np.isnan(centres.further[0, 3]).all()
+    wrong = alanines()
+    wrong.handedness[wrong.handedness == "S"] = "R"
+    assert molecules.find_centres(wrong)[1].tolist() == [False, True]
+
+
+def test_atoms_with_equal_neighbours_or_unknown_places_are_no_centres():
+    unknown, equal = alanines(), alanines()
+    unknown.places[[*ALANINE].index("HA")] = np.nan
+    # Hydrogen in the place of CB, beside HA.
+    equal.numbers[[*ALANINE].index("CB")] = 1
+    equal.bonds[8:11] = equal.bonds[7]
+    for given in (unknown, equal):
+        assert molecules.find_centres(given)[0].is_r.tolist() == [True]
+
+
+def test_scaffolds_are_those_of_networkx():
+    """Equal keys for equal rings and links, with their elements; in any order of the atoms, without side chains."""
+    rng = np.random.default_rng(0)
+    graphs = []
+    for _ in range(60):
+        graph = networkx.cycle_graph(int(rng.integers(3, 6)))
+        if rng.random() < 0.5:
+            graph = networkx.disjoint_union(graph, networkx.cycle_graph(3))
+            graph.add_edge(0, len(graph) - 1)
+        networkx.set_node_attributes(graph, {node: int(rng.choice([6, 7], p=[0.9, 0.1])) for node in graph}, "number")
+        for _ in range(int(rng.integers(4))):
+            node = len(graph)
+            graph.add_edge(int(rng.integers(node)), node)
+            graph.nodes[node]["number"] = int(rng.choice([1, 6, 8]))
+        order = rng.permutation(len(graph)).tolist()
+        graphs.append(networkx.relabel_nodes(graph, dict(zip(graph, order))))
+    graphs.append(networkx.path_graph(4))
+    networkx.set_node_attributes(graphs[-1], 6, "number")
+    starts = np.cumsum([0, *map(len, graphs)])
+    numbers = np.concatenate([[graph.nodes[node]["number"] for node in range(len(graph))] for graph in graphs])
+    bonds = np.concatenate([np.array(graph.edges) + start for graph, start in zip(graphs, starts)])
+    empty = np.zeros((len(numbers), 3))
+    members = np.repeat(np.arange(len(graphs)), [len(graph) for graph in graphs])
+    given = molecules.Molecules(members, numbers, empty, np.full(len(numbers), "N"), bonds, np.ones(len(bonds), int))
+    keys = molecules.scaffolds(given, molecules._bonded(given)[0])
+    cores = [
+        networkx.k_core(graph.subgraph([node for node, kind in graph.nodes(data="number") if kind > 1]), 2)
+        for graph in graphs
+    ]
+    same = networkx.isomorphism.categorical_node_match("number", 0)
+    expected = [[networkx.is_isomorphic(one, other, node_match=same) for other in cores] for one in cores]
+    np.testing.assert_array_equal(keys[:, None] == keys, expected)
+    assert keys[-1] == 0 and 5 < len(set(keys)) < 50
+
+
+def test_hands_of_centres_and_of_their_mirror_images(tmp_path):
+    centres = write_centres(tmp_path / "centres.npz")
+    for split in ("train", "validation"):
+        columns = handedness.handedness_columns(str(tmp_path / "centres.npz"), split, None, 180)
+        columns = {name: values[:400] for name, values in columns.items()}
+        # What tells no hand is equal in mirror images.
+        np.testing.assert_array_equal(columns["features"][::2], columns["features"][1::2])
+        assert (columns["labels"][::2] != columns["labels"][1::2]).all()
+        kinds = columns["features"][:, 1:, 1:5].argmax(axis=-1)  # (samples, 4), H, C, N, O
+        places = np.take_along_axis(columns["translations"][:, 1:], kinds.argsort(axis=1)[:, ::-1, None], axis=1)
+        np.testing.assert_array_equal(is_clockwise(places.astype(np.float64)), columns["labels"] == "R")
+        rotations = columns["matrices"].reshape(-1, 5, 3, 3)
+        lengths = np.linalg.norm(columns["translations"][:, 1:], axis=-1)
+        np.testing.assert_allclose(columns["features"][:, 1:, -1], lengths, rtol=1e-5)
+        np.testing.assert_allclose(
+            rotations[:, 1:, :, 0] * lengths[..., None], -columns["translations"][:, 1:], atol=1e-5
+        )
+    train, evaluation = (handedness.select(centres, split) for split in ("train", "validation"))
+    assert not set(train.scaffolds) & set(evaluation.scaffolds) and 0 in train.scaffolds
+    assert len(train.is_r) + len(evaluation.is_r) == len(centres.is_r)
+    # One of each scaffold, and its mirror image.
+    assert len(columns["labels"]) == 2 * len(set(evaluation.scaffolds)) > 0
+
+
+def test_atoms_on_a_line_with_the_centre_do_not_lie_beside(tmp_path):
+    """As in nitriles: the frames stay orthonormal."""
+    centres = write_centres(tmp_path / "centres.npz")
+    centres.further[:] = 2 * centres.places[:, :, None]
+    np.savez(tmp_path / "line.npz", **vars(centres))
+    columns = handedness.handedness_columns(str(tmp_path / "line.npz"), "train", 100, 180)
+    rotations = columns["matrices"].reshape(-1, 3, 3)
+    np.testing.assert_allclose(
+        rotations @ rotations.swapaxes(-1, -2), np.broadcast_to(np.eye(3), rotations.shape), atol=1e-5
+    )
+
+
+SMALL = ["--max_train_samples", "256", "--max_eval_samples", "24", "--use_cpu", "true", "--disable_tqdm", "true"]
+
+
+@pytest.mark.parametrize("name", ["proteins", "handedness"])
+def test_answers_depend_on_frames_only_with_commuting_rotations(name, tmp_path):
+    """A run of the recipe, evaluated in random frames and in those of the file."""
+    write_chains(tmp_path / "proteins")
+    write_centres(tmp_path / "handedness.npz")
+    structures = {"proteins": tmp_path / "proteins", "handedness": tmp_path / "handedness.npz"}[name]
+    recipe = str(ROOT / "training" / "recipes" / f"{name}_mini.yaml")
+    given, changes = [recipe, "--structures", str(structures), *SMALL], {}
+    poses = ["--position_encoding", "none", "--rotate_values", "false", "--pose_columns", "poses"]
+    mixed = ["--position_encoding", "rope_mixed"]
+    for model, flags in {"so3": [], "poses": poses, "rope_mixed": mixed}.items():
+        if flags:
+            flags = [*flags, "--block_size", "None", "--rotary_init", "None"]
+        folder = tmp_path / model
+        trained = token_classification.main([*given, *flags, "--output_dir", str(folder)])
+        frames_of_file = ["--evaluation_angle", "0", "--do_train", "false", "--model_name_or_path", str(folder)]
+        again = token_classification.main([*given, *flags, *frames_of_file, "--output_dir", str(folder / "again")])
+        assert trained["eval_samples"] == again["eval_samples"]
+        changes[model] = abs(again["eval_loss"] - trained["eval_loss"])
+    # Rotation vectors and poses are rounded to float32.
+    assert max(changes["so3"], changes["poses"]) < 1e-5 and changes["rope_mixed"] > 1e-4
+    recorded = json.loads((folder / "run_config.json").read_text())["examples"]["train"]
+    assert (recorded["name"], recorded["folder"]) == (name, structures.name)
+
+
+def break_chains(folder, name, content):
+    write_chains(folder)
+    (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("2.dssp", b"HHX", r"2.dssp contains X; accepted: H, E, -"),
+        ("2.dssp", b"HHH", "2.gz has 20 residues and 2.dssp 3 labels; accepted: as many of both, and more than 11"),
+        ("2.dssp", b"", "20 residues and 2.dssp 0 labels"),
+        ("2.gz", b"no archive", "2.gz cannot be read"),
+        ("2.gz", gzip.compress(b"ATOM")[:-9], "2.gz cannot be read"),
+        ("2.gz", gzip.compress(atom(1, "CA", 1, (0, 0, 0)).replace("0.000", "a.bcd", 1).encode()), "could not convert"),
+        ("2.gz", gzip.compress(atom(1, "CA", 7, (0, 0, 0)).encode()), "residue A   7 lacks one of the atoms N, CA, C"),
+    ],
+)
+def test_chains_that_cannot_be_read(name, content, message, tmp_path):
+    break_chains(tmp_path, name, content)
+    with pytest.raises(InputError, match=message):
+        proteins.read_chains(str(tmp_path))
+
+
+def test_structures_that_are_missing(tmp_path):
+    def load(**arguments):
+        return load_tokens(TokenDataArguments(**arguments), ("training",), 0)
+
+    with pytest.raises(InputError, match="--dataset_name proteins reads --structures, which is missing"):
+        load(dataset_name="proteins")
+    with pytest.raises(InputError, match="'a' beside --dataset_name poses; accepted: proteins or handedness"):
+        load(dataset_name="poses", structures="a")
+    with pytest.raises(InputError, match="contains 0 files NAME.dssp; accepted: a folder with at least 5"):
+        load(dataset_name="proteins", structures=str(tmp_path))
+    with pytest.raises(InputError, match="is no file; accepted: one that training/carbon_centres.py writes"):
+        load(dataset_name="handedness", structures=str(tmp_path))
+    np.savez(tmp_path / "other.npz", numbers=np.zeros(3))
+    (tmp_path / "none.npz").write_text("no archive")
+    for name in ("other.npz", "none.npz"):
+        with pytest.raises(InputError, match="cannot be read: .*; accepted: a file that training/carbon_centres.py"):
+            load(dataset_name="handedness", structures=str(tmp_path / name))
+
+
+def test_molecules_of_a_file_of_biotite(tmp_path, capsys):
+    """Alanine as BinaryCIF, and a molecule with an element that is not read."""
+    pdbx = pytest.importorskip("biotite.structure.io.pdbx", reason="biotite is not installed")
+    symbols = {1: "H", 6: "C", 7: "N", 8: "O"}
+    names = [*ALANINE, "ZN"]
+    places = np.array([*(place for _, place in ALANINE.values()), (0, 0, 0)])
+    block = {
+        "chem_comp_atom": {
+            "comp_id": ["ALA"] * len(ALANINE) + ["ZN"],
+            "atom_id": names,
+            "type_symbol": [*(symbols[number] for number, _ in ALANINE.values()), "ZN"],
+            "pdbx_stereo_config": ["S" if name == "CA" else "N" for name in names],
+        }
+        | {f"pdbx_model_Cartn_{axis}_ideal": column for axis, column in zip("xyz", places.T)},
+        "chem_comp_bond": {
+            "comp_id": ["ALA"] * len(BONDS),
+            "atom_id_1": [bond.replace("=", "-").split("-")[0] for bond in BONDS],
+            "atom_id_2": [bond.replace("=", "-").split("-")[1] for bond in BONDS],
+            "value_order": ["DOUB" if "=" in bond else "SING" for bond in BONDS],
+        },
+    }
+    file = pdbx.BinaryCIFFile()
+    file["components"] = pdbx.BinaryCIFBlock(
+        {name: pdbx.BinaryCIFCategory({key: np.array(v) for key, v in rows.items()}) for name, rows in block.items()}
+    )
+    file.write(str(tmp_path / "components.bcif"))
+    carbon_centres.main([str(tmp_path / "new" / "a.npz"), "--components", str(tmp_path / "components.bcif")])
+    assert "in 1 centres, and agrees in 1." in capsys.readouterr().out
+    expected = molecules.find_centres(alanines())[0]
+    for name, values in vars(handedness.read_centres(str(tmp_path / "new" / "a.npz"))).items():
+        np.testing.assert_array_equal(values, getattr(expected, name)[:1], err_msg=name)
+    (tmp_path / "bad.bcif").write_text("no file")
+    with pytest.raises(InputError, match="bad.bcif cannot be read: .*; accepted: chemical components as BinaryCIF"):
+        carbon_centres.read_molecules(tmp_path / "bad.bcif")
+
+
+def test_carbon_centres_without_biotite(monkeypatch, tmp_path):
+    with pytest.raises(InputError, match="a.txt: files of centres end with .npz"):
+        carbon_centres.main([str(tmp_path / "a.txt")])
+    monkeypatch.setitem(sys.modules, "biotite", None)
+    with pytest.raises(InputError, match="biotite.*; accepted: pip install biotite"):
+        carbon_centres.main([str(tmp_path / "a.npz")])

@@ -1,0 +1,140 @@
+"""
+Residues of proteins with their neighbours: is a residue part of a helix, of a strand, or of neither?
+
+A sample is a residue and its `NEIGHBOURS` nearest residues in space, by the distance of CA atoms. Its features are
+which token the residue is, and the distance of each token from it: neither the kind of a residue nor the order of the
+chain. The pose of a residue is the frame of its atoms N, CA and C; its label is that of the file.
+
+Files are those of MDAnalysisTests, in `data/dssp` of its source distribution: 50 chains of the Protein Data Bank with
+6,860 residues, `NAME.gz` with the atoms and `NAME.dssp` with one letter for each residue. The package is under the LGPL
+3 or later, and structures of the Protein Data Bank are in the public domain. Of the chains in the order of their names,
+every fifth is for the evaluation.
+"""
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from hf_liere.errors import InputError
+from training.data.frames import frames_of, turned_columns
+
+
+SPLITS = ("train", "validation")
+TRAINING_SAMPLES = 128000
+NEIGHBOURS = 11
+# One chain of so many is for the evaluation.
+EVALUATED = 5
+# Letters of the files.
+LABELS = {"H": "helix", "E": "strand", "-": "other"}
+ATOMS = ("N", "CA", "C")
+# Translations and distances are in units of so many Å, so that most lie between 0 and 1.
+UNIT = 10.0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """
+    Attributes:
+        backbone: (residues, 3, 3), the places of N, CA and C in Å.
+        labels: one of `LABELS` for each residue.
+    """
+
+    name: str
+    backbone: np.ndarray
+    labels: str
+
+
+def protein_columns(folder: str, split: str, limit: int | None, largest_angle: float) -> dict[str, np.ndarray]:
+    """
+    Args:
+        limit: the number of samples; by default `TRAINING_SAMPLES`, or all residues of the evaluation once. For
+        training,
+            residues are drawn at random.
+        largest_angle: of the random rotation of each sample from the frame of its file, in degrees.
+
+    Returns:
+        Columns of N = 12 tokens, the residue first: `features` (samples, N, 2) and `labels` (samples,), the names of
+        classes; those of [`turned_columns`].
+    """
+    rotations, translations, classes = (
+        np.concatenate(parts) for parts in zip(*map(neighbourhoods, split_chains(read_chains(folder), split)))
+    )
+    residues, count = len(classes), limit or (TRAINING_SAMPLES if split == "train" else len(classes))
+    seed = SPLITS.index(split)
+    chosen = np.random.default_rng((seed, 0)).integers(residues, size=count)
+    if split != "train":
+        chosen = np.arange(min(count, residues))
+    rotations, translations = rotations[chosen], translations[chosen]
+    features = np.zeros((*translations.shape[:2], 2), np.float32)
+    features[:, 0, 0], features[..., 1] = 1, np.linalg.norm(translations, axis=-1)
+    turned = turned_columns(rotations, translations, largest_angle, np.random.default_rng((seed, 1)))
+    return {"features": features, **turned, "labels": classes[chosen]}
+
+
+def split_chains(chains: list[Chain], split: str) -> list[Chain]:
+    evaluated = chains[EVALUATED - 1 :: EVALUATED]
+    return evaluated if split != "train" else [chain for chain in chains if chain not in evaluated]
+
+
+def neighbourhoods(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rotations (residues, N, 3, 3), translations (residues, N, 3) from the residue, and labels (residues,)."""
+    nitrogens, alphas, carbons = chain.backbone.swapaxes(0, 1)
+    rotations = frames_of(alphas, carbons, nitrogens)
+    away = alphas - alphas[:, None]  # (residues, residues, 3)
+    nearest = np.linalg.norm(away, axis=-1).argsort(axis=1, kind="stable")[:, : NEIGHBOURS + 1]
+    translations = np.take_along_axis(away, nearest[..., None], axis=1) / UNIT
+    return rotations[nearest], translations, np.array([LABELS[letter] for letter in chain.labels])
+
+
+@lru_cache(maxsize=1)
+def read_chains(folder: str) -> list[Chain]:
+    """
+    The chains of a folder, in the order of their names.
+
+    Raises:
+        InputError: naming the file and what is wrong with it.
+    """
+    labels = sorted(Path(folder).glob("*.dssp"))
+    if len(labels) < EVALUATED:
+        raise InputError(
+            f"--structures {folder!r} contains {len(labels)} files NAME.dssp; accepted: a folder with at least "
+            f"{EVALUATED}, and NAME.gz beside each, such as data/dssp of MDAnalysisTests."
+        )
+    return [_read_chain(path) for path in labels]
+
+
+def _read_chain(path: Path) -> Chain:
+    letters, *_ = [*path.read_text(encoding="utf-8").split(), ""]
+    if unknown := set(letters) - set(LABELS):
+        raise InputError(f"{path.name} contains {', '.join(sorted(unknown))}; accepted: {', '.join(LABELS)}.")
+    atoms = path.with_suffix(".gz")
+    try:
+        lines = gzip.decompress(atoms.read_bytes()).decode("ascii").splitlines()
+        residues = _read_backbone(lines)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise InputError(f"{atoms.name} cannot be read: {error}; accepted: atoms in the format PDB.") from error
+    incomplete = [name for name, found in residues.items() if len(found) < len(ATOMS)]
+    if incomplete:
+        raise InputError(f"{atoms.name}: residue {incomplete[0]} lacks one of the atoms {', '.join(ATOMS)}.")
+    if len(residues) != len(letters) or len(letters) <= NEIGHBOURS:
+        raise InputError(
+            f"{atoms.name} has {len(residues)} residues and {path.name} {len(letters)} labels; accepted: as many of "
+            f"both, and more than {NEIGHBOURS}."
+        )
+    backbone = np.array([[found[atom] for atom in ATOMS] for found in residues.values()])
+    return Chain(path.stem, backbone, letters)
+
+
+def _read_backbone(lines: list[str]) -> dict[str, dict[str, list[float]]]:
+    """The first place of every atom of the backbone by chain and number of the residue, from fixed columns."""
+    residues: dict[str, dict[str, list[float]]] = {}
+    for line in lines:
+        name = line[12:16].strip()
+        if line.startswith("ATOM") and name in ATOMS:
+            place = [float(line[start : start + 8]) for start in (30, 38, 46)]
+            residues.setdefault(line[21:27].strip(), {}).setdefault(name, place)
+    return residues
