@@ -7,14 +7,18 @@ import sys
 import networkx
 import numpy as np
 import pytest
+import torch
 from checkout import ROOT
 from scipy.spatial.transform import Rotation
 from structures import RESIDUES, atom, is_clockwise, write_centres, write_chains
+from transformers import PreTrainedConfig
 
 from hf_liere.errors import InputError
 from training import carbon_centres, token_classification
 from training.data import frames, handedness, molecules, proteins
 from training.data.tokens import TokenDataArguments, load_tokens
+from training.evidence import e3nn_peer
+from training.evidence.reporting.result_lines import read_results
 
 
 # Ideal coordinates of L-alanine, whose CA atom is S, from the Chemical Component Dictionary.
@@ -347,3 +351,33 @@ def test_carbon_centres_without_biotite(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "biotite", None)
     with pytest.raises(InputError, match="biotite.*; accepted: pip install biotite"):
         carbon_centres.main([str(tmp_path / "a.npz")])
+
+
+def test_the_peer_of_e3nn_sees_relative_poses_alone(tmp_path):
+    """And its runs end in results like those of sweeps."""
+    pytest.importorskip("e3nn", reason="e3nn is not installed")
+    write_chains(tmp_path / "chains")
+    given = [
+        str(ROOT / "training" / "recipes" / "proteins_mini.yaml"),
+        "--structures",
+        str(tmp_path / "chains"),
+        *SMALL,
+    ]
+    given += ["--channels", "4", "--output_dir", str(tmp_path / "runs"), "--seeds", "2"]
+    results = read_results(e3nn_peer.run_seeds(given))
+    assert [line["settings"] for line in results] == [{"seed": 0}, {"seed": 1}]
+    assert {line["metrics"]["eval_samples"] for line in results} == {RESIDUES}
+    # Finished runs are not repeated.
+    assert read_results(e3nn_peer.run_seeds(given)) == results
+    columns = [proteins.protein_columns(str(tmp_path / "chains"), "validation", 6, angle) for angle in (0, 180)]
+    features = torch.tensor(columns[0]["features"]).double()
+    torch.manual_seed(0)
+    size = {"feature_size": 2, "tokens": 12, "num_labels": 3}
+    config = PreTrainedConfig(**size, **vars(e3nn_peer.PeerArguments(channels=4, max_radius=2.0)))
+    model = e3nn_peer.PeerModel(config).double()
+    poses = [torch.tensor(one["poses"]).double().unflatten(-1, (4, 4)) for one in columns]
+    poses[1][..., :3, 3] += torch.tensor([1.0, -2.0, 3.0])
+    before, after = (model(features, placed)["logits"] for placed in poses)
+    assert before.shape == (6, 3) and before.std() > 1e-2
+    # Poses are rounded to float32.
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,166 @@
+"""Trains an equivariant network of e3nn on the tasks on real structures, beside the models of their sweeps.
+
+It has the data, batches, schedule and results of `token_classification.py`, and the message passing of e3nn's own
+models (`e3nn.nn.models.v2106`) between all tokens of a sample, with the axes of their frames as vectors. Flags of the
+recipe that belong to other models are ignored. By default it has about as many parameters as the models of the sweeps.
+e3nn's own 50 channels, degree 2 and three layers are `--channels 50 --degree 2 --layers 3`. The learning rate below is
+that of e3nn's examples:
+
+    pip install e3nn
+    python training/evidence/e3nn_peer.py training/recipes/proteins_mini.yaml --structures DSSP --max_radius 2 \
+        --learning_rate 1e-2 --seeds 5 --output_dir outputs/e3nn
+
+All other flags are passed to every run. Results are json lines in output_dir/proteins_e3nn.jsonl, as those of
+evaluate_sweep.py. An interrupted run resumes when started again.
+"""
+
+import argparse
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, set_seed
+
+from hf_liere.errors import InputError
+from training.common.arguments import RunArguments, TokensModelArguments, flag, require_numbers
+from training.common.command_line import parse_arguments
+from training.common.records import describe_examples
+from training.data.tokens import POSES, TokenDataArguments, TokenExamples, load_tokens, token_collator
+from training.engine.runs import prepare_output_dir, run, start
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+from training.evidence.reporting.result_lines import write_results
+from training.evidence.reporting.sweeps import Run
+
+
+# Functions of distances and neurons that make weights of them, as in e3nn's own models.
+DISTANCES, NEURONS = 10, 100
+
+
+@dataclass
+class PeerArguments:
+    channels: int = flag(16, "Channels of each degree and parity.")
+    degree: int = flag(1, "Largest degree of hidden features and of spherical harmonics.")
+    layers: int = flag(2, "Layers of message passing.")
+    max_radius: float = flag(3.0, "Distance at which messages end, in the unit of the translations.")
+
+    def __post_init__(self):
+        require_numbers(self, "channels", "layers", lowest=1)
+        require_numbers(self, "degree", "max_radius")
+
+
+ARGUMENT_CLASSES = (TokensModelArguments, TokenDataArguments, PeerArguments, RunArguments)
+
+
+class PeerModel(PreTrainedModel):
+    """
+    Classifies samples of tokens by the mean over these.
+
+    Args:
+        config: a configuration with the fields of [`PeerArguments`], `feature_size`, `tokens` and `num_labels`.
+    """
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        try:
+            from e3nn import math, o3
+            from e3nn.nn.models.v2106.gate_points_message_passing import MessagePassing
+        except ImportError as error:
+            raise InputError(f"{error}; accepted: pip install e3nn.") from error
+        self.math, self.o3 = math, o3
+        hidden = [(config.channels, (degree, parity)) for degree in range(config.degree + 1) for parity in (-1, 1)]
+        # In mirror images, frames keep x and y as vectors, and z is their cross product.
+        given = f"{config.feature_size}x0e + 2x1o + 1x1e"
+        self.network = MessagePassing(
+            irreps_node_sequence=[given, *[hidden] * config.layers, f"{config.num_labels}x0e + {config.num_labels}x0o"],
+            irreps_node_attr="0e",
+            irreps_edge_attr=o3.Irreps.spherical_harmonics(config.degree),
+            fc_neurons=[DISTANCES, NEURONS],
+            num_neighbors=config.tokens - 1,
+        )
+
+    def forward(self, inputs_embeds: torch.Tensor, poses: torch.Tensor, **others: torch.Tensor) -> dict[str, Any]:
+        """
+        Args:
+            inputs_embeds: (B, N, features).
+            poses: (B, N, 4, 4).
+
+        Returns:
+            `logits` (B, labels).
+        """
+        batch, tokens = inputs_embeds.shape[:2]
+        pairs = torch.tensor([*itertools.permutations(range(tokens), 2)], device=poses.device)
+        first = tokens * torch.arange(batch, device=poses.device)[:, None]
+        source, target = ((pairs[:, end] + first).flatten() for end in (0, 1))  # (B · N · (N − 1),) each
+        places = poses[..., :3, 3].flatten(0, 1)  # (B · N, 3)
+        away = places[source] - places[target]
+        harmonics = self.o3.spherical_harmonics(
+            list(range(self.config.degree + 1)), away, True, normalization="component"
+        )
+        distances = self.math.soft_one_hot_linspace(
+            away.norm(dim=1), 0.0, self.config.max_radius, DISTANCES, basis="smooth_finite", cutoff=True
+        )
+        # Columns of the rotations are the axes.
+        axes = poses[..., :3, :3].mT.flatten(-2)  # (B, N, 9)
+        nodes = torch.cat([inputs_embeds, axes], dim=-1).flatten(0, 1)
+        # Nodes have no further attribute.
+        made = self.network(
+            nodes, torch.ones_like(nodes[:, :1]), source, target, harmonics, distances * DISTANCES**0.5
+        ).unflatten(0, (batch, tokens))
+        return {"logits": made.unflatten(-1, (2, -1)).sum(dim=-2).mean(dim=1)}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """One run; returns the last metrics."""
+    model_args, data_args, peer_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)
+    checkpoint = prepare_output_dir(args)
+    data_args.pose_columns = [POSES]
+    data = load_tokens(data_args, args.parts, args.order_seed)
+    set_seed(args.seed)
+    size = {"feature_size": data.some.sizes[0], "tokens": len(data.some.features[0])}
+    config = PreTrainedConfig(num_labels=len(data.label_names), **size, **vars(peer_args))
+    numbers = list(range(config.num_labels))
+    train, evaluation = (table and TokenExamples(table, numbers) for table in (data.train, data.evaluation))
+    trainer = ClassificationTrainer(
+        model=PeerModel(config),
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=token_collator(args.device, data.train, data.evaluation),
+        compute_metrics=ClassificationMetrics(config.num_labels),
+        preprocess_logits_for_metrics=ranks_and_losses,
+    )
+    counts = (None if examples is None else len(examples) for examples in (train, evaluation))
+    described = {"data": data_args, "peer": peer_args, "examples": describe_examples(data_args, {}, *counts)}
+    return run(trainer, checkpoint, model_args.model_name_or_path, None, described)
+
+
+def run_seeds(arguments: list[str]) -> Path:
+    """All runs; returns the file of their results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="train with seeds 0 … N − 1")
+    given, passed = parser.parse_known_args(arguments)
+    name = f"{given.recipe.stem.removesuffix('_mini')}_e3nn"
+    sweep = {"script": "evidence.e3nn_peer", "recipe": str(given.recipe)}
+    runs = [Run(sweep, {"seed": seed}, passed, given.output_dir / name) for seed in range(given.seeds)]
+    results, file = [], given.output_dir / f"{name}.jsonl"
+    for one in runs:
+        one.train_and_evaluate()
+        results += one.read(name)
+        write_results(file, results)
+    return file
+
+
+if __name__ == "__main__":
+    start(lambda: print(f"Results: {run_seeds(sys.argv[1:])}"))
