@@ -56,8 +56,8 @@ napoleon_use_rtype = False
 # Files outside of docs that a page includes: links to them lead to that page.
 INCLUDED = {
     ROOT / "training" / "README.md": DOCS / "reference" / "papers.md",
-    ROOT / "training/results/report.md": DOCS / "reference" / "results_tables.md",
-    ROOT / "training/results/archive/report.md": DOCS / "reference" / "results_archive.md",
+    ROOT / "training/evidence/results/report.md": DOCS / "reference" / "results_tables.md",
+    ROOT / "training/evidence/results/archive/report.md": DOCS / "reference" / "results_archive.md",
 }
 CODE = re.compile(r"\[`([^`]+)`\]|(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")
@@ -157,7 +157,7 @@ def code_block(match: re.Match) -> str:
 
 def mark_plots(app, doctree):
     for picture in doctree.findall(image):
-        if "training/results/" in picture["uri"]:
+        if "training/evidence/results/" in picture["uri"]:
             picture["classes"].append("plot")
 
 

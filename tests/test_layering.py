@@ -19,7 +19,7 @@ ROOMS = ("fast", "rotation", "probing", "encoding", "transformer", "patched")
 TRAINING = Path(next(iter(training.__path__)))
 # Floors of `training`: a folder imports from those below its own, a script at the root from any folder and no script.
 FLOORS = (
-    {"common", "metrics"},
+    {"common"},
     {"data"},
     {"engine", "tasks.playground"},
     {"tasks.clip", "tasks.detection", "tasks.language", "evidence.reporting"},

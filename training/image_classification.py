@@ -8,7 +8,7 @@ CIFAR-10 from the Hub, or from parquet files, on all GPUs of a machine:
 
     python training/image_classification.py training/recipes/cifar100_mini.yaml --dataset_name uoft-cs/cifar10 \
         --output_dir outputs/cifar10
-    accelerate launch --config_file training/accelerate/ddp.yaml training/image_classification.py \
+    accelerate launch --config_file training/recipes/accelerate/ddp.yaml training/image_classification.py \
         training/recipes/cifar100_mini.yaml --train_files train.parquet --validation_files test.parquet \
         --output_dir outputs/cifar10
 

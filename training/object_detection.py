@@ -3,7 +3,7 @@
 Generated shapes in COCO's format, and photographs with their json:
 
     python training/object_detection.py training/recipes/coco_mini.yaml --output_dir outputs/shapes_liere
-    accelerate launch --config_file training/accelerate/ddp.yaml training/object_detection.py \
+    accelerate launch --config_file training/recipes/accelerate/ddp.yaml training/object_detection.py \
         training/recipes/coco.yaml --train_files annotations/instances_train2017.json … --output_dir outputs/coco
 
 `mAP` is computed by pycocotools. `--backbone_name_or_path` starts from the encoder of a classifier of this library, or

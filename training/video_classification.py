@@ -10,7 +10,7 @@ Arrow puzzles that span the frames of a clip, drawn on demand:
 
 UCF101 as it is distributed, on all GPUs of a machine, and volumes in an npz file:
 
-    accelerate launch --config_file training/accelerate/ddp.yaml training/video_classification.py \
+    accelerate launch --config_file training/recipes/accelerate/ddp.yaml training/video_classification.py \
         training/recipes/ucf101.yaml --video_folder UCF-101 --train_files ucfTrainTestlist/trainlist01.txt \
         --validation_files ucfTrainTestlist/testlist01.txt --output_dir outputs/ucf101
     python training/video_classification.py training/recipes/rsna_mini.yaml --volume_file mito_em3d.npz \

@@ -16,7 +16,7 @@ from hf_liere.tools.inspection.plots import THEMES
 from training.evidence import pictures
 
 
-FIGURES = ROOT / "training" / "figures"
+FIGURES = ROOT / "training" / "evidence" / "figures"
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 
 
@@ -113,7 +113,10 @@ def test_walks_of_comrope_follow_one_curve_and_those_of_liere_do_not():
 
 def test_accuracies_are_those_of_the_report():
     report = (
-        (ROOT / "training/results/archive/report.md").read_text().split("## cifar10: resolutions")[1].split("\n## ")[0]
+        (ROOT / "training/evidence/results/archive/report.md")
+        .read_text()
+        .split("## cifar10: resolutions")[1]
+        .split("\n## ")[0]
     )
     for row, cells in pictures.resolutions().items():
         line = next(line for line in report.splitlines() if line.startswith(f"| {row} |"))
@@ -122,7 +125,7 @@ def test_accuracies_are_those_of_the_report():
 
 
 def test_poses_are_those_of_the_report():
-    report = (ROOT / "training/results/report.md").read_text().split("## poses: poses")[1].split("\n## ")[0]
+    report = (ROOT / "training/evidence/results/report.md").read_text().split("## poses: poses")[1].split("\n## ")[0]
     for title, cell in pictures.poses().items():
         line = next(line for line in report.splitlines() if line.startswith(f"| {pictures.ORIENTED[title]} |"))
         assert line.endswith(f" | {cell} |")

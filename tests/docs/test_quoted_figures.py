@@ -14,7 +14,7 @@ from pages import PAGES, name
 
 
 TRAINING = ROOT / "training"
-REPORT, SPEED = TRAINING / "results" / "report.md", ROOT / "docs" / "speed.md"
+REPORT, SPEED = TRAINING / "evidence" / "results" / "report.md", ROOT / "docs" / "speed.md"
 ARCHIVE = REPORT.parent / "archive" / "report.md"
 # Reports are made from the results, as a test says; speed.md has what the benchmark printed, with its commands; cards
 # of checkpoints are made from the records beside them.
@@ -114,7 +114,7 @@ def test_figures_of_speed_stand_under_their_command():
 
 def test_unbacked_figures_are_found():
     page = ROOT / "docs" / "choosing.md"
-    link = "([table](../training/results/archive/report.md#cifar10-encodings))"
+    link = "([table](../training/evidence/results/archive/report.md#cifar10-encodings))"
     assert unbacked(f"LieRE8 reaches 50.5% {link}, and seeds differ by 2.6 points.", page) == []
     for wrong, figure in (
         (f"LieRE8 reaches 55.1% {link}.", "55.1"),

@@ -213,7 +213,7 @@ def test_images_beyond_the_cache_are_decoded_on_access(parquet):
 def test_accelerate_reads_the_launch_files(name, processes):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(str(ROOT / "training" / "accelerate" / f"{name}.yaml"))
+    config = load_config_from_file(str(ROOT / "training" / "recipes" / "accelerate" / f"{name}.yaml"))
     assert config.num_processes == processes and config.mixed_precision == "bf16"
 
 

@@ -64,7 +64,7 @@ def test_two_machines_equal_one(train_file, tmp_path):
         port = free.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--num_processes", "2"]
-    launch += ["--config_file", str(ROOT / "training" / "accelerate" / "multi_node.yaml")]
+    launch += ["--config_file", str(ROOT / "training" / "recipes" / "accelerate" / "multi_node.yaml")]
     launch += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
     script = [SCRIPT, "--output_dir", tmp_path / "two", "--do_train", *TINY_MODEL, *TINY_RUN, *flags]
     # No flag says that there is no GPU: the script finds out.

@@ -161,7 +161,7 @@ def test_without_positions_the_most_frequent_class_is_right_as_often_as_stated(c
     # Three standard errors of 4,000 samples.
     assert right == pytest.approx(expected, abs=0.024)
     sweep = yaml.safe_load(
-        (ROOT / "training" / "sweeps" / f"{columns.__module__.split('.')[-1]}.yaml").read_text("utf-8")
+        (ROOT / "training" / "evidence" / "sweeps" / f"{columns.__module__.split('.')[-1]}.yaml").read_text("utf-8")
     )
     assert sweep["chance"] == round(expected, 3)
 

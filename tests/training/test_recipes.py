@@ -39,7 +39,7 @@ LINES = {
     for _, script, recipe, *flags in commands(TRAINING)
     if f"outputs/{Path(recipe).stem}" in flags
 }
-SWEEPS = sorted((ROOT / "training" / "sweeps").glob("*.yaml"))
+SWEEPS = sorted((ROOT / "training" / "evidence" / "sweeps").glob("*.yaml"))
 FULL = sorted(name for name in RECIPES if not name.endswith(("_mini", "_small")))
 # What starts from another model's weights, and the detector, have tests of their own.
 CLASSIFIERS = sorted(set(FULL) - {"clip_finetuning", "dual_encoder", "coco", "imagenet_256"})
@@ -390,7 +390,7 @@ def test_every_sweep_has_results_of_its_small_version_or_a_reason():
     readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
     table = readme.split("their small versions have no\nstored results:\n\n")[1].split("\n\n")[0]
     reasons = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
-    stored = {path.stem for path in (ROOT / "training" / "results").rglob("*.jsonl")}
+    stored = {path.stem for path in (ROOT / "training" / "evidence" / "results").rglob("*.jsonl")}
     assert not reasons & stored
     assert reasons | stored == {path.stem for path in SWEEPS}
 
@@ -503,7 +503,7 @@ def test_baselines_of_comrope_are_those_of_its_appendix_d():
     }
     seen = set()
     for name in ("resolutions", "video_resolutions", "perturbation", "comrope_block_size", "offset", "clip_finetuning"):
-        sweep = sweeps.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", False)
+        sweep = sweeps.read_sweep(ROOT / "training" / "evidence" / "sweeps" / f"{name}.yaml", False)
         for settings in sweeps.combinations(sweep["train"]):
             encoding = settings["position_encoding"]
             # Rotations inside of a pretrained model start at zero, and it has its own table.

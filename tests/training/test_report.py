@@ -166,7 +166,7 @@ def test_every_figure_of_the_papers_has_its_row():
     """A name that no sweep makes would never be shown."""
     paper = yaml.safe_load((ROOT / "training" / "evidence" / "paper_results.yaml").read_text())
     for name, content in paper.items():
-        sweep = sweeps.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", mini=False)
+        sweep = sweeps.read_sweep(ROOT / "training" / "evidence" / "sweeps" / f"{name}.yaml", mini=False)
         settings = sweeps.combinations(sweep["train"])
         rows = {result_table.method(given, sweep["script"]) for given in settings}
         runs = [sweeps.Run(sweep, row, [], ROOT) for row in settings]
@@ -228,7 +228,7 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
     assert "The paper: CIFAR-100, ViT-B (LieRE, Table 5). Its relative losses are computed" in text
     assert "which these give as 54.7. Other data, models and budgets than ours" in text
     command = f"--mini --output_dir outputs/{path.parent.name} --train_files cifar.parquet\n"
-    assert f"    python training/evidence/evaluate_sweep.py training/sweeps/shuffling.yaml {command}" in text
+    assert f"    python training/evidence/evaluate_sweep.py training/evidence/sweeps/shuffling.yaml {command}" in text
     assert "Not measured yet: no positions; Axial RoPE; RoPE-Mixed; LieRE32; ComRoPE-AP; ComRoPE-LD; " in text
     assert "; Golden gate RoPE; Cayley-STRING; Circulant-STRING; Spherical RoPE; LieRE product." in text
     shuffled = 100 * np.mean([entry["metrics"]["eval_accuracy"] for entry in lines[5::2]])
@@ -863,7 +863,7 @@ def test_models_stand_against_those_that_differ_in_what_is_named(against, settin
 
 
 def test_every_comparison_of_a_sweep_has_its_rows():
-    for path in sorted((ROOT / "training" / "sweeps").glob("*.yaml")):
+    for path in sorted((ROOT / "training" / "evidence" / "sweeps").glob("*.yaml")):
         versions = [sweeps.read_sweep(path, mini) for mini in (False, True)]
         for number, entry in enumerate(versions[0].get("compare", [])):
             found = []
@@ -916,7 +916,7 @@ def test_numbers_on_the_horizontal_axis_make_lines(results):
     assert title == "train_fraction" and set(drawn) == {"Absolute", "LieRE8"}
 
 
-RESULTS = ROOT / "training" / "results"
+RESULTS = ROOT / "training" / "evidence" / "results"
 # Sections with few seeds that stay although their missing seeds take long, with what rests on them.
 KEPT = {"cifar10: rotate_prefix": "the default of rotate_prefix"}
 
@@ -946,7 +946,7 @@ def test_stored_results_have_names_for_readers():
         settings = {name for result in one.results for name in result["settings"] if "_" in name}
         named = " ".join([*one.table, *(column for cells in one.table.values() for column in cells)])
         assert not [name for name in settings if name in named], one.name
-    for path in (ROOT / "training" / "sweeps").glob("*.yaml"):
+    for path in (ROOT / "training" / "evidence" / "sweeps").glob("*.yaml"):
         assert all(sweeps.read_sweep(path, mini).get("title") for mini in (False, True)), path.name
 
 

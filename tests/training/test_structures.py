@@ -14,10 +14,10 @@ from structures import RESIDUES, atom, is_clockwise, write_centres, write_chains
 from transformers import PreTrainedConfig
 
 from hf_liere.errors import InputError
-from training import carbon_centres, token_classification
+from training import token_classification
 from training.data import frames, handedness, molecules, proteins
 from training.data.tokens import TokenDataArguments, load_tokens
-from training.evidence import e3nn_peer
+from training.evidence import carbon_centres, e3nn_peer
 from training.evidence.reporting.result_lines import read_results
 
 
@@ -300,12 +300,12 @@ def test_structures_that_are_missing(tmp_path):
         load(dataset_name="poses", structures="a")
     with pytest.raises(InputError, match="contains 0 files NAME.dssp; accepted: a folder with at least 5"):
         load(dataset_name="proteins", structures=str(tmp_path))
-    with pytest.raises(InputError, match="is no file; accepted: one that training/carbon_centres.py writes"):
+    with pytest.raises(InputError, match="is not a file; accepted: one of evidence/carbon_centres.py"):
         load(dataset_name="handedness", structures=str(tmp_path))
     np.savez(tmp_path / "other.npz", numbers=np.zeros(3))
     (tmp_path / "none.npz").write_text("no archive")
     for name in ("other.npz", "none.npz"):
-        with pytest.raises(InputError, match="cannot be read: .*; accepted: a file that training/carbon_centres.py"):
+        with pytest.raises(InputError, match="cannot be read: .*; accepted: a file of evidence/carbon_centres.py"):
             load(dataset_name="handedness", structures=str(tmp_path / name))
 
 

@@ -295,7 +295,7 @@ def test_seeds_replace_those_of_the_sweep(tmp_path, capsys):
     """In the place of its own seeds, before rows without any, and from models of their seed after another sweep."""
 
     def flags(name, count):
-        path = ROOT / "training" / "sweeps" / f"{name}.yaml"
+        path = ROOT / "training" / "evidence" / "sweeps" / f"{name}.yaml"
         evaluate_sweep.main([str(path), "--mini", "--output_dir", str(tmp_path), "--seeds", str(count), "--dry_run"])
         return [line.split() for line in capsys.readouterr().out.splitlines()]
 

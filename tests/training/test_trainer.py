@@ -16,7 +16,7 @@ from training.common.arguments import RunArguments
 from training.engine.trainer import ClassificationTrainer, ranks_and_losses
 
 
-METRIC = str(ROOT / "training" / "metrics" / "classification.py")
+METRIC = str(ROOT / "training" / "engine" / "metric.py")
 
 
 @pytest.fixture(scope="module")

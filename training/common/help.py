@@ -303,6 +303,6 @@ def _file_of(origin: Path, level: int, module: str) -> Path:
     place = folder.joinpath(*names)
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     if not file.is_file():
-        # A folder by the name of a library that is not installed, such as training/accelerate.
+        # A folder by the name of a library that is not installed, such as training/recipes/accelerate.
         raise LookupError(f"{module} is not installed")
     return file

@@ -9,7 +9,7 @@ Every atom has a frame that its surroundings determine. The x axis of a neighbou
 that it is bound to lies beside it. The frame of the centre is made in the same way from two neighbours. Which atoms
 these are is drawn at random.
 
-The file is one of `training/carbon_centres.py`. Molecules with equal scaffolds are all for training or all for the
+The file is one of `evidence/carbon_centres.py`. Molecules with equal scaffolds are all for training or all for the
 evaluation, those without rings for training. Scaffolds are drawn, and a centre of each: the evaluation has one of every
 scaffold. Every centre comes with its mirror image.
 """
@@ -130,14 +130,16 @@ def read_centres(file: str) -> Centres:
     The centres of a file.
 
     Raises:
-        InputError: if it is missing or no file of `training/carbon_centres.py`.
+        InputError: if it is missing or no file of `training/evidence/carbon_centres.py`.
     """
     if not Path(file).is_file():
-        raise InputError(f"--structures {file!r} is no file; accepted: one that training/carbon_centres.py writes.")
+        raise InputError(
+            f"--structures {file!r} is no file; accepted: one that training/evidence/carbon_centres.py writes."
+        )
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return Centres(**arrays)
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise InputError(
-            f"--structures {file!r} cannot be read: {error}; accepted: a file that training/carbon_centres.py writes."
+            f"--structures {file!r} cannot be read: {error}; accepted: a file of evidence/carbon_centres.py."
         ) from error

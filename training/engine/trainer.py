@@ -23,7 +23,7 @@ from training.engine.saving import WholeCheckpoints
 
 
 logger = logging.get_logger(__name__)
-METRIC = Path(__file__).resolve().parents[1] / "metrics" / "classification.py"
+METRIC = Path(__file__).with_name("metric.py")
 
 
 class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):

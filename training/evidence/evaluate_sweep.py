@@ -1,18 +1,18 @@
 """Trains the same recipe in several settings and evaluates every model under several conditions.
 
-A sweep is a yaml file in training/sweeps, one per figure or table of the papers:
+A sweep is a yaml file in training/evidence/sweeps, one per figure or table of the papers:
 
-    python training/evidence/evaluate_sweep.py training/sweeps/block_size.yaml --output_dir outputs/cifar100 \
+    python training/evidence/evaluate_sweep.py training/evidence/sweeps/block_size.yaml --output_dir outputs/cifar100 \
         --train_files train.parquet --validation_files test.parquet
-    python training/evidence/evaluate_sweep.py training/sweeps/shuffling.yaml --mini --output_dir outputs/cifar10 …
+    python training/evidence/evaluate_sweep.py training/evidence/sweeps/shuffling.yaml --mini --output_dir outputs …
     torchrun --nproc_per_node 8 training/evidence/evaluate_sweep.py …
 
 All other flags are passed to every run; `--recipe` replaces the sweep's recipe. Results are json lines in
 output_dir/<sweep>.jsonl (reporting/result_lines.py), which report.py compares with the papers' figures. An interrupted
 sweep resumes when started again, and sweeps that share models in one output directory train them once. Processes on
 several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--stored` names results of this sweep, such as
-those in training/results, whose runs are not repeated: only seeds and settings that they lack are trained. `--seeds 20`
-trains seeds 0 … 19 of every model. `--dry_run` only lists the runs.
+those in `results/`, whose runs are not repeated: only seeds and settings that they lack are trained. `--seeds 20` trains
+seeds 0 … 19 of every model. `--dry_run` only lists the runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
 `evaluate` lists of conditions, all of whose combinations are evaluated; a condition with `rows` only for models with
@@ -96,7 +96,7 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
             print(" ".join(run.flags), f"  # evaluated under {len(run.conditions)} conditions")
         return output_dir
     results_file = output_dir / f"{file.stem}.jsonl"
-    if PartialState().is_main_process and file.resolve().parent != TRAINING / "sweeps":
+    if PartialState().is_main_process and file.resolve().parent != TRAINING / "evidence" / "sweeps":
         # The report reads what a file of the user's compares.
         output_dir.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, results_file.with_suffix(".yaml"))

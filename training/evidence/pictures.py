@@ -2,15 +2,15 @@
 
     python training/evidence/pictures.py
 
-It writes to training/figures, or `--output_dir`:
+It writes to training/evidence/figures, or `--output_dir`:
 
 - rotations_*.svg: the effect of four encodings on a query and on attention logits, computed by [`LieRotaryEmbedding`]
 - products_*.svg: which moves of all tokens the attention logits of two encodings see, computed likewise
 - orientations_*.svg: attention logits of four encodings of orientations while the world turns, computed by it too
-- poses_*.svg: accuracy of five models in orientations that they were not trained in, from training/results
-- resolutions_*.svg: accuracy against image size, from training/results/archive
+- poses_*.svg: accuracy of five models in orientations that they were not trained in, from training/evidence/results
+- resolutions_*.svg: accuracy against image size, from results/archive
 - costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
-- diffusion_*.svg: losses of a small diffusion transformer at a larger size than in training, from training/results
+- diffusion_*.svg: losses of a small diffusion transformer at a larger size than in training, from results
 """
 
 import argparse
@@ -38,9 +38,9 @@ from training.evidence.reporting.sections import Section
 
 
 TRAINING = Path(__file__).resolve().parents[1]
-FIGURES = TRAINING / "figures"
-RESULTS = TRAINING / "results"
-SWEEPS = TRAINING / "sweeps"
+FIGURES = TRAINING / "evidence" / "figures"
+RESULTS = TRAINING / "evidence" / "results"
+SWEEPS = TRAINING / "evidence" / "sweeps"
 SPEED = TRAINING.parent / "docs" / "speed.md"
 # Rows of the benchmark with their names in pictures; a share in percent with its interval, or only an interval.
 COSTS = {"rope_mixed": "RoPE-Mixed", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8"}

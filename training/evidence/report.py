@@ -4,10 +4,10 @@
 
 Writes report.md and a picture for every sweep. A sentence above each table says what it shows. The comparisons that the
 file of a sweep names are tested from five seeds on. A paper's figure is in the row of the same settings; the text above
-the table describes its data. `--keep_results` stores compact results beside the report. training/results was written in
-this way, and is rewritten from itself by
+the table describes its data. `--keep_results` stores compact results beside the report. `results` was written in this way, and
+is rewritten from itself, in training/evidence, by
 
-    python training/evidence/report.py training/results/{,archive/}*/*.jsonl --output_dir training/results
+    python report.py results/{,archive/}*/*.jsonl --output_dir results
 
 Results below a folder `archive` get a page of their own there.
 """
@@ -36,11 +36,11 @@ These results left [the report](../report.md) by a rule that does not ask what t
 - it has fewer than five seeds,
 - the seeds that a test still needs, five, or 20 where runs are counted, would train for more than half an hour on one
   core, by its records, and
-- neither the README nor [Which encoding?](../../../docs/choosing.md) quotes it, and no default of the package rests on
-  it.
+- neither the README nor [Which encoding?](../../../../docs/choosing.md) quotes it, and no default of the package rests
+  on it.
 
 Nothing was changed: the sections have their commands, figures and single seeds, and none of them was tested.
-[What the results show](../../../docs/results.md) discusses them. With more seeds, a section returns to the report.
+[What the results show](../../../../docs/results.md) discusses them. With more seeds, a section returns to the report.
 """.strip()
 HOW_TO_READ = """
 ## How to read this page

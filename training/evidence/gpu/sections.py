@@ -260,7 +260,13 @@ def distributed(settings: Settings) -> Iterator[str]:
     step_command = [f"--nproc_per_node={processes}", "-m", "training.evidence.gpu.distributed_step", settings.device]
     yield _run([*launcher, *step_command]).strip()
     torchrun = [*launcher, f"--nproc_per_node={count}"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "training/accelerate/ddp.yaml"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "training/recipes/accelerate/ddp.yaml",
+    ]
     launch += ["--num_processes", str(count)]
     if settings.device == "cpu" or count == 1:
         # The file is for several GPUs.

@@ -177,7 +177,7 @@ def _sweep(path: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
     copy = path.with_suffix(".yaml")
     if copy.is_file():
         return read_sweep(copy, "--mini" in results[0].get("command", ()))
-    file = TRAINING / "sweeps" / f"{results[0]['sweep']}.yaml"
+    file = TRAINING / "evidence" / "sweeps" / f"{results[0]['sweep']}.yaml"
     return read_sweep(file, _is_mini(results[0])) if file.is_file() else {}
 
 
@@ -301,7 +301,7 @@ def _command(folder: str, result: dict[str, Any]) -> str:
     # every setting and for do_eval.
     passed = result["flags"][1 : -2 * (len(result["settings"]) + 1)]
     mini = ["--mini"] if _is_mini(result) else []
-    words = ["python", "training/evidence/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
+    words = ["python", "training/evidence/evaluate_sweep.py", f"training/evidence/sweeps/{result['sweep']}.yaml", *mini]
     return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"
 
 

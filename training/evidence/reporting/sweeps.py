@@ -59,10 +59,10 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
         InputError: naming the error in the file.
     """
     if not path.is_file():
-        names = sorted(file.stem for file in (TRAINING / "sweeps").glob("*.yaml"))
+        names = sorted(file.stem for file in (TRAINING / "evidence" / "sweeps").glob("*.yaml"))
         raise InputError(
             f"There is no sweep {str(path)!r}{closest(path.stem, names)}; accepted: a yaml file, such as "
-            f"{', '.join(names)} in training/sweeps."
+            f"{', '.join(names)} in training/evidence/sweeps."
         )
     sweep = read_yaml(path)
     if mini:
