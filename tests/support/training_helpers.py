@@ -69,6 +69,13 @@ def write_dual_encoder(folder: Path) -> str:
     return str(folder)
 
 
+def write_dinov2(folder: Path) -> str:
+    """A small DINOv2 and its processor; the path of their folder."""
+    widen(transformers.Dinov2Model(transformers.Dinov2Config(**IMAGE | {"patch_size": 14}))).save_pretrained(folder)
+    transformers.BitImageProcessor(size={"shortest_edge": 28}, crop_size=28).save_pretrained(folder)
+    return str(folder)
+
+
 def write_images_folder(folder: Path, splits: dict[str, int], classes: tuple[str, ...] = ("cat", "dog")) -> str:
     for split, count in splits.items():
         for number, picture in enumerate(pictures(count, seed=len(split))):

@@ -14,7 +14,7 @@ import yaml
 from checkout import ROOT
 from pages import TRAINING, commands
 from structures import write_centres, write_chains
-from training_helpers import TINY_RUN, write_dual_encoder, write_images_folder, write_parquet
+from training_helpers import TINY_RUN, write_dinov2, write_dual_encoder, write_images_folder, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
@@ -300,6 +300,7 @@ def data(tmp_path_factory):
     write_centres(folder / "centres.npz")
     return {
         "TEXTS": str(folder / "texts"),
+        "DINOV2": write_dinov2(folder / "dinov2"),
         "DINOV3_CLIP": write_dual_encoder(folder / "dual_encoder"),
         "TRAIN.parquet": write_parquet(folder / "train.parquet", 12),
         "TEST.parquet": write_parquet(folder / "test.parquet", 6, seed=1),
