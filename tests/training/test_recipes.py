@@ -350,7 +350,8 @@ def test_small_recipes_run_to_their_results(name, run_mini):
     if LINES[name][0] == "clip_finetuning":
         model = folder / ("unpatched" if name == "clip_pretraining_mini" else "patched")
         results = json.loads((model / "resolutions.json").read_text())["resolutions"]
-        assert [result["samples"] for result in results] == [6, 6, 6]
+        sizes = yaml.safe_load(RECIPES[name].read_text()).get("eval_image_sizes", [98])
+        assert [(result["image_size"], result["samples"]) for result in results] == [(size, 6) for size in sizes]
         assert all(math.isfinite(result["loss"]) for result in results)
     else:
         results = json.loads((folder / "all_results.json").read_text())
