@@ -91,7 +91,7 @@ class App:
         return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=value)
 
     def trained_sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
-        """The slider at the size of the first model's training images, for when another first model is chosen."""
+        """The slider at the size of the first model's training images, for another first model or kind of picture."""
         return self.sizes(first, second, source, self.checkpoints[first].image_size)
 
     def compare(
@@ -284,7 +284,7 @@ def _connect(app: App, page: gr.Blocks, controls: PictureControls, models: tuple
         **private,
     )
     first, second = models
-    for control, sizes in ((first, app.trained_sizes), (second, app.sizes), (controls.source, app.sizes)):
+    for control, sizes in ((first, app.trained_sizes), (second, app.sizes), (controls.source, app.trained_sizes)):
         adjusted = control.input(sizes, [*models, controls.source, controls.size], controls.size, **private)
         compare_after(adjusted.then, js=SHOW_SIZE)
 
