@@ -54,7 +54,9 @@ def accuracy(images):
     return right / len(images)
 
 
-@pytest.mark.parametrize("folder", sorted(CHECKPOINTS.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in CHECKPOINTS.glob("*/config.json")), ids=lambda path: path.name
+)
 def test_it_is_small_whole_and_the_one_that_was_measured(folder):
     """Its code is the package's, and does not lie beside it."""
     card = ModelCard.load(folder / "README.md")
