@@ -112,12 +112,8 @@ def test_walks_of_comrope_follow_one_curve_and_those_of_liere_do_not():
 
 
 def test_accuracies_are_those_of_the_report():
-    report = (
-        (ROOT / "training/evidence/results/archive/report.md")
-        .read_text()
-        .split("## cifar10: resolutions")[1]
-        .split("\n## ")[0]
-    )
+    report = (ROOT / "training/evidence/results/archive/report.md").read_text()
+    report = report.split("## cifar10: resolutions")[1].split("\n## ")[0]
     for row, cells in pictures.resolutions().items():
         line = next(line for line in report.splitlines() if line.startswith(f"| {row} |"))
         assert list(cells) == [16, 32, 48, 64]

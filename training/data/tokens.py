@@ -33,8 +33,8 @@ class TokenDataArguments(LimitArguments):
     )
     structures: str | None = flag(
         None,
-        "Folder of chains for `proteins`, such as data/dssp of MDAnalysisTests, or file of evidence/carbon_centres.py for "
-        "`handedness`.",
+        "Folder of chains for `proteins`, such as data/dssp of MDAnalysisTests, or file of evidence/carbon_centres.py "
+        "for `handedness`.",
     )
     train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
     validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")

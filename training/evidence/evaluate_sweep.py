@@ -11,8 +11,8 @@ All other flags are passed to every run; `--recipe` replaces the sweep's recipe.
 output_dir/<sweep>.jsonl (reporting/result_lines.py), which report.py compares with the papers' figures. An interrupted
 sweep resumes when started again, and sweeps that share models in one output directory train them once. Processes on
 several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--stored` names results of this sweep, such as
-those in `results/`, whose runs are not repeated: only seeds and settings that they lack are trained. `--seeds 20` trains
-seeds 0 … 19 of every model. `--dry_run` only lists the runs.
+those in `results/`, whose runs are not repeated: only seeds and settings that they lack are trained. `--seeds 20`
+trains seeds 0 … 19 of every model. `--dry_run` only lists the runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
 `evaluate` lists of conditions, all of whose combinations are evaluated; a condition with `rows` only for models with

@@ -4,8 +4,8 @@
 
 Writes report.md and a picture for every sweep. A sentence above each table says what it shows. The comparisons that the
 file of a sweep names are tested from five seeds on. A paper's figure is in the row of the same settings; the text above
-the table describes its data. `--keep_results` stores compact results beside the report. `results` was written in this way, and
-is rewritten from itself, in training/evidence, by
+the table describes its data. `--keep_results` stores compact results beside the report. `results` was written
+in this way, and is rewritten from itself, in training/evidence, by
 
     python report.py results/{,archive/}*/*.jsonl --output_dir results
 
