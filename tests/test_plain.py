@@ -65,8 +65,6 @@ def gradients(module, rotated):
 def test_options_mean_the_same(encoding):
     """Shared heads, a scale, keys of other tokens, and the same positions for all samples."""
     fields = {"share_heads": True, "rotary_init_scale": 0.3}
-    if encoding == "liere_product":
-        fields["relative_axis"] = 1
     fields |= {"num_key_value_heads": 2, "head_dim": 24, "num_axes": 3, "block_size": block_size(encoding, 24, 3)}
     plain = PLAIN_ENCODINGS[encoding](4, **fields)
     layer = hf_liere.LieRotaryEmbedding(4, position_encoding=encoding, **fields)

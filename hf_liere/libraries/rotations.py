@@ -215,7 +215,6 @@ class StateRotations(LearnedRotations):
                 pairing=(planes.pairs or ())[: head_dim // 2],
                 share_heads=config.share_heads,
                 share_layers=config.share_layers,
-                relative_axis=config.relative_axis,
             )
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from error

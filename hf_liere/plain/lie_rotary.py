@@ -48,8 +48,8 @@ class LieRotary(nn.Module):
     default_size: int | None = 8
     # Whether blocks may have a size.
     accepts: Callable[[int, int, int], bool] = staticmethod(lambda size, head_dim, num_axes: head_dim % size == 0)
-    # That of products of exponentials, see [`rotations`].
-    relative_axis: Any = None
+    # Whether R(p) is a product of exponentials, see [`rotations`].
+    product = False
     fields: dict[str, Any] = {}
 
     def __init__(
@@ -127,7 +127,7 @@ class LieRotary(nn.Module):
         # Angles of distant positions need the digits, and MPS has no float64.
         matrices = matrices if matrices.device.type == "mps" else matrices.double()
         positions = positions.to(matrices).view(-1, *positions.shape[-2:])  # (1 or B, N, A)
-        return rotations(matrices, positions, self.relative_axis).transpose(1, 2)
+        return rotations(matrices, positions, self.product).transpose(1, 2)
 
     def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """R(p) x of (B, num_heads or num_key_value_heads, N, head_dim) queries or keys, in their type."""
@@ -163,16 +163,15 @@ class LieRotary(nn.Module):
         return self.rotate(query, positions), self.rotate(key, key_positions)
 
 
-def rotations(matrices: torch.Tensor, positions: torch.Tensor, relative_axis: int | None = None) -> torch.Tensor:
+def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
     """
-    R(p) of (A, …, b, b) generators at (B, N, A) positions: (B, N, …, b, b). With a `relative_axis` r, the product
-    exp(p_r A_r) exp(p_(r+1) A_(r+1)) … exp(p_(r−1) A_(r−1)), axis 0 after the last.
+    R(p) of (A, …, b, b) generators at (B, N, A) positions: (B, N, …, b, b), exp(Σ_a p_a A_a) or the `product`
+    exp(p_0 A_0) exp(p_1 A_1) ….
     """
-    if relative_axis is None:
+    if not product:
         # torch.matrix_exp refuses some strides.
         return torch.matrix_exp(torch.tensordot(positions, matrices, dims=1).contiguous())
-    axes = [(relative_axis + offset) % len(matrices) for offset in range(len(matrices))]
-    first, *others = (rotations(matrices[[axis]], positions[..., [axis]]) for axis in axes)
+    first, *others = (rotations(matrices[[axis]], positions[..., [axis]]) for axis in range(len(matrices)))
     for other in others:
         first = first @ other
     return first

@@ -7,12 +7,12 @@ from .lie_rotary import LieRotary, skew
 
 
 class SphericalRoPE(LieRotary):
-    """R(p) = R_z(ω₀ p₀) R_x(ω₁ p₁) in blocks of three channels (arXiv 2511.08368), from `relative_axis` on."""
+    """R(p) = R_z(ω₀ p₀) R_x(ω₁ p₁) in blocks of three channels (arXiv 2511.08368)."""
 
     starts = ("frequencies", "uniform", "normal", "zeros")
     rope_theta = 100.0
     default_size = 3
-    fields = {"relative_axis": 0}
+    product = True
     accepts = staticmethod(lambda size, head_dim, num_axes: size == 3 and num_axes == 2)
 
     def make_parameters(self) -> None:
@@ -30,6 +30,5 @@ class SphericalRoPE(LieRotary):
     def matrices(self) -> torch.Tensor:
         # The first factor rotates channels 0 and 1, the second one channels 1 and 2.
         entries = self.generators.new_zeros(2, self.heads, self.num_blocks, 3)
-        first = self.relative_axis
-        entries[first, ..., 0], entries[1 - first, ..., 2] = self.generators[first, 0], self.generators[1 - first, 0]
+        entries[0, ..., 0], entries[1, ..., 2] = self.generators[:, 0]
         return skew(entries, 3)

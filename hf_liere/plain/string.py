@@ -34,9 +34,9 @@ class CayleyString(LieRotary):
 
 
 class LieREProduct(CayleyString):
-    """R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ with a basis U_a for every axis, from the factor of `relative_axis` on."""
+    """R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ with a basis U_a for every axis."""
 
-    fields = {"relative_axis": 0}
+    product = True
 
     def make_parameters(self) -> None:
         super().make_parameters()

@@ -125,7 +125,6 @@ def run_convert(checkpoint: str, output: str, **options: Any) -> str:
     argument("--share_heads", "one set of generators for all heads", type=parse_value, metavar="true|false"),
     argument("--share_layers", "one set for all layers", type=parse_value, metavar="true|false"),
     argument("--coordinates", "of the patches, such as centred_grid (as before)", metavar="CONVENTION"),
-    argument("--relative_axis", "along which liere_product stays relative (0, the rows)", type=int, metavar="AXIS"),
     argument("--image_size", "of the images (or height, width)", type=int, nargs="+", metavar="SIZE"),
     REVISION,
 )

@@ -107,18 +107,6 @@ def test_outputs_are_unchanged_on_three_axes(tiny_video, old, fields, new, block
     torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
 
 
-@pytest.mark.parametrize("relative_axis", [None, 2])
-@torch.no_grad()
-def test_products_are_relative_along_the_axis_that_was_asked_for(tiny_video, relative_axis):
-    model = classifier(tiny_video(position_encoding="rope_mixed"))
-    upgraded = upgrade_encoding(model, position_encoding="liere_product", relative_axis=relative_axis)
-    assert upgraded.config.relative_axis == (relative_axis or 0)
-    pixels = images(2, 6, 3, 8, 12)
-    torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
-    with pytest.raises(ConversionError, match="relative_axis.* would do nothing"):
-        upgrade_encoding(model, position_encoding="liere", relative_axis=1)
-
-
 @torch.no_grad()
 def test_upgrades_of_rotations_are_not_vacuous(tiny):
     """Without its rotations the model of the tests above would give other outputs."""

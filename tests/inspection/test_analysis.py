@@ -10,7 +10,7 @@ import pytest
 import reference
 import torch
 import transformers
-from encoding_cases import COMMUTING, ENCODINGS, PRODUCTS, perturb
+from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
 
 import hf_liere
@@ -137,12 +137,11 @@ def test_commuting_encodings_are_relative(classifier, position_encoding, fold):
 
 def test_rotations_are_those_of_attention(classifier):
     """Against the rotations that the model hands to its layers, for patches of its own grid."""
-    chosen = [{**encoding_fields(name), "relative_axis": 1} for name in PRODUCTS]
-    for fields in (*map(encoding_fields, ENCODINGS), *chosen):
+    for fields in map(encoding_fields, ENCODINGS):
         model = perturb(classifier(**fields)).liere
         positions = model.grid_positions((4, 4), torch.device("cpu")).coordinates[1:]
         generators = generator_matrices(model.rotary_encoding)
-        ours = rotations(generators, positions.double(), model.config.relative_axis).movedim(0, -3)
+        ours = rotations(generators, positions.double(), model.rotary_encoding.product).movedim(0, -3)
         for layer, rotation in enumerate(model.rotary_encoding(TokenPositions.from_coordinates(positions))):
             rotation = rotation.matrices()[0].transpose(1, 2).double()
             # The model rounds to float32.
@@ -489,8 +488,7 @@ def test_what_cannot_be_measured_is_said():
 @pytest.mark.parametrize("reload", [False, True])
 @pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "rope_mixed", "liere_product"])
 def test_folded_models(classifier, encoding, reload, tmp_path):
-    fields = {"relative_axis": 1} if encoding == "liere_product" else {}
-    model = perturb(classifier(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4, **fields))
+    model = perturb(classifier(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4))
     images = torch.randn(2, 3, 16, 16)
     whole, folded = analyse(model, [images]), model.fold_rotations()
     if reload:

@@ -13,14 +13,14 @@ def generators(parameters, config, num_axes, layer, head):
     return torch.stack([torch.block_diag(*matrices, rest) for matrices in of_head])
 
 
-def rotations(matrices, positions, relative_axis=None):
+def rotations(matrices, positions, position_encoding=None):
     """
-    R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n). For a product (Spherical RoPE, LieRE product),
-    exp(p_r A_r) exp(p_(r+1) A_(r+1)) … exp(p_(r−1) A_(r−1)) with the `relative_axis` r, axis 0 after the last.
+    R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n). For Spherical RoPE and the LieRE product,
+    exp(p_0 A_0) exp(p_1 A_1) ….
     """
-    if relative_axis is None:
+    if position_encoding not in ("spherical_rope", "liere_product"):
         return exponential(torch.einsum("pa,a...ij->...pij", positions.double(), matrices))
-    axes = [(relative_axis + offset) % len(matrices) for offset in range(len(matrices))]
+    axes = range(len(matrices))
     first, *others = (rotations(matrices[axis : axis + 1], positions[:, axis : axis + 1]) for axis in axes)
     for other in others:
         first = first @ other
@@ -35,7 +35,7 @@ def rotate(states, matrices):
 def head_rotation(position, parameters, config, num_axes, layer, head):
     """(head_dim, head_dim) rotation of one token in one head; channels without a block keep the identity."""
     matrices = generators(parameters, config, num_axes, layer, head)
-    return rotations(matrices, position.cpu().view(1, -1), config.relative_axis)[0]
+    return rotations(matrices, position.cpu().view(1, -1), config.position_encoding)[0]
 
 
 def exponential(matrices):

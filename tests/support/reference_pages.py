@@ -61,7 +61,6 @@ MEANINGS = {
     "rotary_init": "Where learned rotations start; the table above shows what each encoding accepts",
     "axial_spectrum": "Whether every axis of `axial_rope` has a whole spectrum or all planes of a head share one",
     "spins": 'Spins of the representation of so(3) in every block, for `rotary_init="so3"`',
-    "relative_axis": "The axis along which `spherical_rope` and `liere_product` are relative; `None` means 0",
     "coordinates": "[The coordinate of a patch](../positions.md#images-and-clips-of-any-size)",
     "position_perturbation": "In training, deviation σ of a patch from its place, in patch extents (ComRoPE eq. 11)",
     "position_shift": "In training, largest common shift of all patches, in halves of the input (DINOv3)",

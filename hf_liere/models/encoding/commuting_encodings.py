@@ -108,9 +108,8 @@ class FoldedPlanes(RotaryEncoding):
         bases = [torch.eye(self.block_size, dtype=self.inner.dtype, device=self.inner.device).expand_as(self.inner[0])]
         for inner in reversed(self.inner.detach().unbind()):
             bases.insert(0, bases[0] @ inner)
-        planes = self.to_factors(frequencies).unflatten(-1, (self.num_blocks, -1))
-        entries = skew_entries(skew_from_planes(planes, torch.stack(bases)))  # factor after factor
-        return entries.roll(self.config.relative_axis, 0)
+        planes = frequencies.unflatten(-1, (self.num_blocks, -1))
+        return skew_entries(skew_from_planes(planes, torch.stack(bases)))  # factor after factor
 
     def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
         inner = () if self.inner is None else (self.inner[:, layers],)

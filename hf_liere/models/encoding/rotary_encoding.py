@@ -130,12 +130,7 @@ class RotaryEncoding(GeneratorParameters):
     def axis_planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
         """As [`planes`], for every axis alone, factor after factor of a product: (1 or B, heads, N, A · planes, 2)."""
         by_axis = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (A, layers, heads, planes, A)
-        return self.planes(positions, self.to_factors(by_axis.transpose(-1, -2), dim=3).flatten(3))
-
-    def to_factors(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Values of every axis, in the order of the factors of a product, which starts at `relative_axis`."""
-        first = self.config.relative_axis
-        return values.roll(-first, dim) if first else values
+        return self.planes(positions, by_axis.transpose(-1, -2).flatten(3))
 
     @property
     def rotation_dtype(self) -> torch.dtype:

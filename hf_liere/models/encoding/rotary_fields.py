@@ -46,7 +46,7 @@ class RotaryFields:
             `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
             `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
             axes, for images), `"liere_product"` (products of rotations of planes, with a learned basis for every axis;
-            relative along one axis, see `relative_axis`).
+            relative along the first axis).
         block_size (`int`, *optional*):
             Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
             `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
@@ -94,9 +94,6 @@ class RotaryFields:
             angle in radians, of orientations from body to world. R(p) represents the rotation, R(p)ᵀR(q) the relative
             one p⁻¹q, and attention does not change when the world is turned, p → g·p. Training moves the generators,
             and mixes the spins of a block, unless `requires_grad_(False)` keeps them.
-        relative_axis (`int`, *optional*):
-            The axis r whose factor comes first in a product, `spherical_rope` or `liere_product`, before r + 1, …,
-            A − 1, 0, …, r − 1. Along it attention depends on differences alone. `None` means 0: rows, or frames.
     """
 
     position_encoding: str = validated_field(lambda name: ENCODINGS.check(name, *UNROTATED), default="liere")
@@ -112,7 +109,6 @@ class RotaryFields:
     axial_layout: Literal["blocks", "interleaved", "heads"] | None = None
     axial_spectrum: Literal["full", "shared"] | None = None
     spins: list[int] | None = None
-    relative_axis: int | None = None
 
     def fill_in_rotations(self) -> None:
         """Replace `None` by the default of the encoding or its start, if it has one."""
@@ -273,8 +269,6 @@ def check_rotations(config) -> None:
         owners = [encoding for encoding, kind in ENCODINGS.items() if name in kind.fields]
         owners += [f"rotary_init={name_of_start!r}" for name_of_start, start in STARTS.items() if name in start.fields]
         refuse_unused(config, {name: None}, name in own, " or ".join(owners) or "other encodings")
-    if not 0 <= (axis := config.relative_axis or 0) < config.num_axes:
-        raise ValueError(f"relative_axis={axis} must be one of {config.num_axes} axes, 0 … {config.num_axes - 1}.")
     if (config.min_frequency or 0) > (config.max_frequency or 0):
         raise ValueError(
             f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."

@@ -24,8 +24,8 @@ class SphericalRoPE(RotaryEncoding):
     they are; so it is here, with p = (y, x). Its frequencies are ω_d = 100^(−2d/D) on both axes, fixed or learned
     (Table 2, appendix G). Here block i of K starts at θ^(−i/K), the same for D = 2K, and is learned;
     `requires_grad_(False)` keeps it. Its coordinates run from −π to π over the trained image and further over larger
-    ones: `centred_grid` with `rotary_init_scale=2π`. With `relative_axis=1` x takes the place of y. We
-    know no published form for other numbers of axes.
+    ones: `centred_grid` with `rotary_init_scale=2π`. We know no published form for
+    other numbers of axes.
 
     Attributes:
         generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.
@@ -39,7 +39,6 @@ class SphericalRoPE(RotaryEncoding):
     product = True
     only_axes = 2
     pretrained = "it rotates three channels, not pairs of channels as RoPE does"
-    fields = {"relative_axis": 0}
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
@@ -47,11 +46,9 @@ class SphericalRoPE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         # Pairs (0, 1), (0, 2), (1, 2) of channels: the first factor rotates the first, the second factor the last.
-        first, second = self.to_factors(self.generators).unbind(0)  # (layers or 1, heads or 1, blocks)
+        first, second = self.generators.unbind(0)  # (layers or 1, heads or 1, blocks)
         zero = torch.zeros_like(first)
-        factors = torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
-        # The order of two factors is its own inverse.
-        return self.to_factors(factors)
+        return torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS

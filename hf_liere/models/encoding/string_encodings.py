@@ -129,9 +129,8 @@ class LieREProduct(CayleyString):
     """
     R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ: Cayley-STRING for every axis alone, each with a learned basis U_a. Rotations of
     different axes do not commute and mix all channels of a block, without an exponential for each token: R(p)ᵀR(q)
-    depends on q₀ − p₀ alone in the first coordinate, and on both positions in the others; `relative_axis` chooses the
-    axis that comes first. We know no published form; [`spherical_rope.SphericalRoPE`] is a case of it, with one plane
-    in blocks of three channels and fixed bases.
+    depends on q₀ − p₀ alone in the first coordinate, and on both positions in the others. We know no published form;
+    [`spherical_rope.SphericalRoPE`] is a case of it, with one plane in blocks of three channels and fixed bases.
 
     In attention the basis of the first factor cancels next to its neighbour, that of the last factor acts on queries
     and keys first and folds into their weights, and the A − 1 products U_(a+1)ᵀU_a between them are one matrix for each
@@ -152,7 +151,6 @@ class LieREProduct(CayleyString):
     description = "LieRE product: R(p) = Π Uₐ rot(pₐ ωₐ) Uₐᵀ, planes of each axis in a learned basis"
     commutes = False
     product = True
-    fields = {"relative_axis": 0}
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
@@ -165,7 +163,6 @@ class LieREProduct(CayleyString):
         device = placed.coordinates.device
         with maybe_autocast(device.type, enabled=False):
             bases, frequencies = self.spectrum(device, layers)
-            bases = self.to_factors(bases)
             planes = self.axis_planes(placed, frequencies.flatten(3))  # (1 or B, heads, N, A · planes, 2) per layer
             last, inner = bases[-1].to(self.rotation_dtype), inner_bases(bases).to(self.rotation_dtype)
             of_layers = zip(planes, last, inner.unbind(1))
@@ -175,13 +172,13 @@ class LieREProduct(CayleyString):
     def bases(self) -> list[torch.Tensor]:
         """The last basis of every layer, which acts first, (1 or H, blocks, b, b) each."""
         bases, _ = self.spectrum(self.generators.device)
-        return self.repeat_for_layers(list(self.to_factors(bases)[-1]))
+        return self.repeat_for_layers(list(bases[-1]))
 
     def folded_parameters(self) -> dict[str, torch.Tensor]:
         if self.num_axes == 1:
             return super().folded_parameters()
         bases, _ = self.spectrum(self.generators.device)
-        return super().folded_parameters() | {"inner": inner_bases(self.to_factors(bases))}
+        return super().folded_parameters() | {"inner": inner_bases(bases)}
 
 
 def inner_bases(bases: torch.Tensor) -> torch.Tensor:

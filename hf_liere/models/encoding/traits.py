@@ -20,7 +20,7 @@ class EncodingTraits:
         commutes: Whether the generators of all axes commute for any values, which makes rotations relative. Blocks of
             two channels always do.
         rotate_prefix: Default of `rotate_prefix` where the centre of an input is at ½.
-        product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a), the factor of `relative_axis` first.
+        product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a).
         serves_one_axis: Whether every block has a generator for one axis only.
         proportional: Whether the generators of a block are multiples of one matrix.
         only_axes: The only number of axes for which the encoding is defined; `None` means any.

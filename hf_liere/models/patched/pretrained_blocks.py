@@ -78,7 +78,6 @@ class PretrainedBlocks(PretrainedRope):
                 share_heads=config.share_heads,
                 share_layers=config.share_layers,
                 rotary_init="zeros",
-                relative_axis=config.relative_axis,
                 folded_grids=config.folded_grids,
             )
             self.orders[name] = order_planes(

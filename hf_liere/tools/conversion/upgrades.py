@@ -53,7 +53,6 @@ def upgrade_encoding(
     share_heads: bool | None = None,
     share_layers: bool | None = None,
     coordinates: str | None = None,
-    relative_axis: int | None = None,
 ) -> LieREPreTrainedModel:
     """
     A model with a more general position encoding that computes the same function; see the top of this file.
@@ -76,7 +75,6 @@ def upgrade_encoding(
         coordinates: Coordinates of the new model; `None` keeps the model's. `train_grid` and `centred_grid` differ by a
             shift, which changes nothing if generators commute and there are no class and register tokens, at which the
             shift would be seen; a model that rotates nothing takes any.
-        relative_axis: The axis along which `liere_product` stays relative; `None` means the first.
 
     Returns:
         A new model of the same class, dtype, device and mode. It keeps `rotate_prefix` and tables; if nothing was
@@ -89,8 +87,8 @@ def upgrade_encoding(
         raise ConversionError(
             f"position_encoding={position_encoding!r} learns no rotations; accepted are {', '.join(LEARNED_ENCODINGS)}."
         )
-    changes: dict[str, object] = {"position_encoding": position_encoding, "relative_axis": relative_axis}
-    changes |= {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
+    changes: dict[str, object] = {"position_encoding": position_encoding, "block_size": block_size}
+    changes |= {"share_heads": share_heads, "share_layers": share_layers}
     if coordinates is not None:
         _check_coordinates(model.config, coordinates)
         changes["coordinates"] = coordinates

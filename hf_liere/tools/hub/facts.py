@@ -20,7 +20,6 @@ NUMBERS = tuple(f"{metric}{end}" for metric in METRICS for end in ("", "_low", "
 MODEL_FIELDS = (
     "position_encoding",
     "block_size",
-    "relative_axis",
     "rotate_values",
     "coordinates",
     "physical_unit",

@@ -230,7 +230,7 @@ def describe(model: nn.Module) -> dict:
     if encoding is not None:
         names = ["position_encoding", "block_size", "share_heads", "share_layers", "rotate_prefix"]
         names.append("position_scale" if tower is None else "coordinates")
-        names += [name for name in ("spins", "relative_axis") if getattr(encoding.config, name) is not None]
+        names += ["spins"] if encoding.config.spins is not None else []
         names += ["rotate_values"] if getattr(encoding.config, "rotate_values", False) else []
         description |= {name: getattr(encoding.config, name) for name in names}
         description["rotated_layers"] = encoding.num_layers

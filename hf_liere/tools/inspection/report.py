@@ -86,7 +86,7 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     if analysis.encoding is not None:
         rows += [
             ("block_size", model["block_size"]),
-            *((name, model[name]) for name in ("spins", "relative_axis", "position_scale") if name in model),
+            *((name, model[name]) for name in ("spins", "position_scale") if name in model),
             *(("coordinates", _describe(name)) for name in [model.get("coordinates")] if name),
             ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
             ("rotate_prefix", model["rotate_prefix"]),

@@ -61,7 +61,6 @@ def axial_reference(config):
             "position_encoding": "axial_rope",
             "rotary_init": None,
             "block_size": 2,
-            "relative_axis": None,
         }
     )
     fixed.coordinates, fixed.rotate_prefix = "index", False

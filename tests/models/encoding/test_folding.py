@@ -33,7 +33,7 @@ CASES = [
     ("circulant_string", {"block_size": 8, "qkv_bias": False}),
     ("circulant_string", {"block_size": 3, "rotate_prefix": True}),
     ("spherical_rope", {"rotate_prefix": True}),
-    ("liere_product", {"rotate_prefix": True, "relative_axis": 1, "rotate_values": True}),
+    ("liere_product", {"rotate_prefix": True, "rotate_values": True}),
     ("liere_product", {"block_size": 8, "share_heads": True, "share_layers": True, "qkv_bias": False}),
 ]
 

@@ -303,8 +303,7 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
         model.patch_embed.register_forward_hook(lambda module, args, output: embedded.update(packed=output))
         model.blocks[0].register_forward_pre_hook(lambda module, args: embedded.update(seen=args[0]))
     config = RotaryPatchConfig(position_encoding=encoding, rotary_init="pretrained")
-    fields = {"relative_axis": 1} if encoding == "liere_product" else {}
-    patch(model, config if encoding == "rope_mixed" else blocks(encoding, **fields))
+    patch(model, config if encoding == "rope_mixed" else blocks(encoding))
     torch.manual_seed(4)
     with torch.no_grad():
         for _, parameter in rotary_parameters(model):
@@ -332,7 +331,6 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
         rotary_init_scale=1.0,
         rope_theta=10000.0,
         spins=None,
-        relative_axis=fields.get("relative_axis"),
     )
     if encoding == "comrope_ap" and len(frequencies) == 2:
         # Two planes of the rows, two of the columns, and so on.
@@ -349,7 +347,7 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
                 found = reference.generators(learned, described, positions.shape[-1], layer, key_head)
                 matrices = found.new_zeros(len(found), 16, 16)
                 matrices[:, torch.tensor(channels).unsqueeze(-1), torch.tensor(channels)] = found
-                rotations = reference.rotations(matrices, positions, fields.get("relative_axis"))
+                rotations = reference.rotations(matrices, positions, encoding)
                 expected = reference.rotate(raw[:, head], rotations)
                 # Angles of up to ten full rotations and products are float32.
                 torch.testing.assert_close(states[:, head], expected, rtol=0, atol=5e-5)

@@ -157,12 +157,6 @@ BAD = [
         {"position_encoding": "none", "axial_layout": "blocks"},
         "axial_layout='blocks' would do nothing here: accepted with axial_rope",
     ),
-    (
-        {"position_encoding": "liere", "relative_axis": 1},
-        "relative_axis=1 would do nothing here: accepted with spherical_rope or liere_product",
-    ),
-    ({"position_encoding": "liere_product", "relative_axis": 2}, "relative_axis=2 must be one of 2 axes, 0 … 1"),
-    ({"position_encoding": "spherical_rope", "relative_axis": -1}, "relative_axis=-1 must be one of 2 axes"),
     ({"position_encoding": "axial_rope", "axial_layout": "columns"}, "interleaved.*got columns"),
     ({"position_encoding": "spherical_rope", "block_size": 4}, r"its only block_size is 3; accepted here: \[3\]"),
     ({"position_encoding": "circulant_string"}, r"block_size=16 must be above 2 and divide .*\[3, 4, 6, 8, 12, 24\]"),

@@ -164,7 +164,7 @@ def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_
         for head, token in itertools.product(range(2), range(4)):
             generators = reference.generators(parameters, model.config, num_axes, layer, head)
             at = (positions[token].double() + 0.5) * torch.tensor(scale, dtype=torch.float64)
-            expected = reference.rotations(generators, at.view(1, -1), model.config.relative_axis)[0]
+            expected = reference.rotations(generators, at.view(1, -1), encoding)[0]
             # The class token comes first; float32.
             dense = torch.block_diag(*matrices[head, 1 + token])
             torch.testing.assert_close(dense, expected, rtol=0, atol=2e-6)

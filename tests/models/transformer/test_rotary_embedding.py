@@ -47,8 +47,8 @@ def expected(rotary, x, positions, layer=0):
     heads = []
     for head in range(x.shape[1]):
         generators = reference.generators(parameters, rotary.config, rotary.num_axes, layer, head // groups)
-        axis = rotary.config.relative_axis
-        heads.append([reference.rotations(generators, sample, axis) for sample in positions])
+        name = rotary.config.position_encoding
+        heads.append([reference.rotations(generators, sample, name) for sample in positions])
     matrices = torch.stack([torch.stack(samples) for samples in heads], dim=1)  # (B, H, N, D, D)
     return reference.rotate(x, matrices)
 
