@@ -255,25 +255,18 @@ def golden_gate_frequencies(rotary: LieRotary) -> torch.Tensor:
 
 def axial_frequencies(rotary: LieRotary) -> torch.Tensor:
     """Axial RoPE's (VisionLLaMA): θ^(−i/q) for the planes of each axis, zero for those of others and what is left."""
-    heads = rotary.key_heads if rotary.axial_layout == "heads" else 1
-    frequencies = torch.zeros(rotary.num_axes, 1, heads, rotary.head_dim // 2, dtype=torch.float64)
-    if rotary.axial_layout == "heads":
-        for head in range(heads):
-            ranks = torch.arange(rotary.head_dim // 2, dtype=torch.float64)
-            frequencies[head * rotary.num_axes // heads, 0, head] = rotary.rope_theta ** -(ranks / len(ranks))
-        return frequencies
+    frequencies = torch.zeros(rotary.num_axes, 1, 1, rotary.head_dim // 2, dtype=torch.float64)
     count = rotary.head_dim // (2 * rotary.num_axes)
     for axis in range(rotary.num_axes):
         for rank in range(count):
             plane = axis * count + rank if rotary.axial_layout == "blocks" else rank * rotary.num_axes + axis
-            share = rank / count if rotary.axial_spectrum == "full" else plane / (rotary.num_axes * count)
-            frequencies[axis, 0, 0, plane] = rotary.rope_theta**-share
+            frequencies[axis, 0, 0, plane] = rotary.rope_theta ** -(rank / count)
     return frequencies
 
 
 # Starts that give every plane a frequency, and their own fields with defaults.
 GOLDEN_GATE = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
-AXIAL = {"axial_layout": "blocks", "axial_spectrum": "full"}
+AXIAL = {"axial_layout": "blocks"}
 STARTS: dict[str, tuple[Callable[[LieRotary], torch.Tensor], dict]] = {
     "frequencies": (geometric_frequencies, {}),
     "golden_gate": (golden_gate_frequencies, GOLDEN_GATE),

@@ -59,7 +59,6 @@ The package installs the command `hf-liere`. `hf-liere COMMAND --help` prints th
 MEANINGS = {
     "position_encoding": "How attention sees positions: not at all, by a learned table, or by rotations",
     "rotary_init": "Where learned rotations start; the table above shows what each encoding accepts",
-    "axial_spectrum": "Whether every axis of `axial_rope` has a whole spectrum or all planes of a head share one",
     "spins": 'Spins of the representation of so(3) in every block, for `rotary_init="so3"`',
     "coordinates": "[The coordinate of a patch](../positions.md#images-and-clips-of-any-size)",
     "position_perturbation": "In training, deviation σ of a patch from its place, in patch extents (ComRoPE eq. 11)",

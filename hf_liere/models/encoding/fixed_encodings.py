@@ -10,7 +10,7 @@ from .starts import Spectrum
 
 
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
-AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
+AXIAL_FIELDS = {"axial_layout": "blocks"}
 
 
 def grid_steps(train_grid: tuple[int, ...], coordinates: str) -> tuple[float, ...]:
@@ -50,22 +50,16 @@ def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, plan
 
 def axial_frequencies(config, num_axes: int, device: torch.device) -> torch.Tensor:
     """
-    (A, heads, planes) frequencies of `axial_rope` without scale, in the working dtype, with one head where all are
-    alike: plane i of the q of an axis rotates with θ^(−i/q) (RoPE-ViT §3.1), in the order of `axial_layout`, see
-    [`AxialRoPE`].
+    (A, 1, planes) frequencies of `axial_rope` without scale, in the working dtype: plane i of the q of an axis rotates
+    with θ^(−i/q) (RoPE-ViT §3.1), in the order of `axial_layout`, see [`AxialRoPE`].
     """
     real = {"device": device, "dtype": working_dtype(device)}
     axes = torch.arange(num_axes, device=device).view(-1, 1, 1)  # (A, 1, 1)
-    if config.axial_layout == "heads":
-        count, heads = config.head_dim // 2, config.num_attention_heads
-        served = torch.arange(heads, device=device).unsqueeze(-1) * num_axes // heads  # (heads, 1)
-        return config.rope_theta ** -(torch.arange(count, **real) / count) * (served == axes)
     count = config.head_dim // (2 * num_axes)
     plane = torch.arange(num_axes * count, **real)  # (planes,)
     axis = axis_of_plane(plane, count, num_axes, config.axial_layout)  # (planes,)
     rank = plane // num_axes if config.axial_layout == "interleaved" else plane % count
-    exponents = rank / count if config.axial_spectrum == "full" else plane / (num_axes * count)
-    return config.rope_theta**-exponents * (axis == axes)
+    return config.rope_theta ** -(rank / count) * (axis == axes)
 
 
 @STARTS.offer("golden_gate")
@@ -92,25 +86,21 @@ class Axial(Spectrum):
 
     @classmethod
     def frequencies(cls, config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
-        frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, heads or 1, planes)
+        frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, 1, planes)
         if (train_grid := getattr(config, "train_grid", None)) is not None:
             steps = frequencies.new_tensor(grid_steps(train_grid, config.coordinates))
             frequencies = frequencies / steps.view(-1, 1, 1)
-        padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, heads or 1, planes)
+        padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, 1, planes)
         return padded.unsqueeze(1).expand(num_axes, layers, heads, planes)
 
     @classmethod
     def obstacle(cls, config) -> str | None:
         """Why the encoding cannot rotate pairs of channels in place as `axial_rope` does."""
         encoding, name, head_dim, axes = encoding_of(config), config.position_encoding, config.head_dim, config.num_axes
-        if obstacle := heads_obstacle(config):
-            return obstacle
-        # In whole heads, the axis is the only one.
-        shared = 1 if config.axial_layout == "heads" else axes
-        count = head_dim // (2 * shared)
+        count = head_dim // (2 * axes)
         if not count:
             return f"head_dim={head_dim} is too small for axial_rope, which needs a plane for each of {axes} axes"
-        served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(shared * count)]
+        served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
         sizes = encoding.block_sizes.accepted(head_dim, axes)
         reasons = {size: _block_obstacle(encoding, size, head_dim, axes, served) for size in sizes}
         if (reason := reasons[config.block_size]) is None:
@@ -120,18 +110,6 @@ class Axial(Spectrum):
             f"{name} cannot contain axial_rope with head_dim={head_dim}, {axes} axes and axial_layout="
             f"{config.axial_layout!r}: {reason}; accepted here: block_size in {fitting}"
         )
-
-
-def heads_obstacle(config) -> str | None:
-    """Why heads cannot serve one axis each, where `axial_layout` says so."""
-    heads, axes = config.num_attention_heads, config.num_axes
-    fits = heads >= axes and not config.share_heads and config.axial_spectrum != "shared"
-    if fits or config.axial_layout != "heads":
-        return None
-    return (
-        f"axial_layout='heads' needs a head for each of {axes} axes, share_heads=False and axial_spectrum='full'; here "
-        f"are {heads} heads, share_heads={config.share_heads} and axial_spectrum={config.axial_spectrum!r}"
-    )
 
 
 def _block_obstacle(encoding, size: int, head_dim: int, axes: int, served: list[int]) -> str | None:
@@ -167,11 +145,7 @@ class AxialRoPE(RotaryEncoding):
     and plane i rotates with s θ^(−i/q); remaining channels are not rotated. The scale s is `rotary_init_scale`, 1 by
     default.
 
-    `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`); with
-    `"heads"`, head h of H serves axis ⌊hA/H⌋ alone, with q = ⌊head_dim / 2⌋ (MHRoPE, arXiv 2510.23095). With
-    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) on any axis: in blocks, every axis has its
-    band of frequencies (Qwen2-VL's chunks); interleaved, every A-th frequency (Qwen3-VL). Those models also give axes
-    different numbers of planes, which is not supported here.
+    `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`).
     """
 
     description = "Axial RoPE: planes that each rotate with one axis, by fixed frequencies"
@@ -183,22 +157,20 @@ class AxialRoPE(RotaryEncoding):
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
-        self.layers = 1
-        self.heads = config.num_attention_heads if config.axial_layout == "heads" else 1
+        self.layers = self.heads = 1
 
     @classmethod
     def obstacle(cls, config) -> str | None:
-        head_dim, axes = config.head_dim, config.num_axes
-        if head_dim < 2 * axes:
-            return (
-                f"A head_dim of {head_dim} is too small for {config.position_encoding} on {axes} axes: it needs a "
-                f"plane for each axis, so at least {2 * axes}"
-            )
-        return heads_obstacle(config)
+        if config.head_dim >= 2 * config.num_axes:
+            return None
+        return (
+            f"A head_dim of {config.head_dim} is too small for {config.position_encoding} on {config.num_axes} axes: "
+            f"it needs a plane for each axis, so at least {2 * config.num_axes}"
+        )
 
     def entries(self, device: torch.device) -> torch.Tensor:
         frequencies = fixed_scale(self.config) * axial_frequencies(self.config, self.num_axes, device)
-        return frequencies[:, None, :, :, None]  # (A, 1, heads or 1, planes, 1)
+        return frequencies[:, None, :, :, None]  # (A, 1, 1, planes, 1)
 
 
 @ENCODINGS.offer("golden_gate_rope")

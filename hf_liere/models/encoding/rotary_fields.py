@@ -80,12 +80,8 @@ class RotaryFields:
             `rotary_init="golden_gate"`; `None` means 0.1 and 1.
         unrotated_share (`float`, *optional*): Share of planes that do not rotate in that spectrum; `None` means 0.
         axial_layout (`str`, *optional*):
-            Order of the planes of `axial_rope` and `rotary_init="axial"`: axis after axis (`"blocks"`, the default), in
-            turn (`"interleaved"`, as in Qwen3-VL), or whole heads for every axis (`"heads"`, MHRoPE).
-        axial_spectrum (`str`, *optional*):
-            Whether every axis of `axial_rope` has a whole spectrum (`"full"`, the default) or all planes of a head
-            share one (`"shared"`): an axis then has a band of it in `"blocks"` (Qwen2-VL) and every A-th frequency
-            `"interleaved"` (Qwen3-VL).
+            Order of the planes of `axial_rope` and `rotary_init="axial"`: axis after axis (`"blocks"`, the default), or
+            in turn (`"interleaved"`).
         spins (`list[int]`, *optional*):
             The representation of so(3) in every block at `rotary_init="so3"`: the direct sum of the irreducible ones
             with these spins l, each of size 2l + 1, so that block_size is Σ (2l + 1). `[1, 2, 3]` needs blocks of 15;
@@ -106,8 +102,7 @@ class RotaryFields:
     min_frequency: float | int | None = None
     max_frequency: float | int | None = None
     unrotated_share: float | int | None = None
-    axial_layout: Literal["blocks", "interleaved", "heads"] | None = None
-    axial_spectrum: Literal["full", "shared"] | None = None
+    axial_layout: Literal["blocks", "interleaved"] | None = None
     spins: list[int] | None = None
 
     def fill_in_rotations(self) -> None:

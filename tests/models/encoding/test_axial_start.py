@@ -71,9 +71,8 @@ def axial_reference(config):
 @pytest.mark.parametrize("encoding, size, layout", PLANES)
 @pytest.mark.parametrize("coordinates", ON_GRIDS)
 def test_rotations_are_those_of_axial_rope(encoding, size, layout, coordinates, in_float64):
-    """On a rectangle, with prefix tokens at zero, an own base and a spectrum that the axes share."""
+    """On a rectangle, with prefix tokens at zero and an own base."""
     fields = {"axial_layout": layout, "rope_theta": 40.0, "rotary_init_scale": 1.5}
-    fields["axial_spectrum"] = "shared" if encoding == "liere" else "full"
     config = image_config(
         position_encoding=encoding,
         block_size=size,

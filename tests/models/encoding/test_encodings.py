@@ -348,18 +348,14 @@ def test_golden_gate_directions_are_spread_evenly():
 
 
 @pytest.mark.parametrize("layout", ["blocks", "interleaved"])
-@pytest.mark.parametrize("spectrum", ["full", "shared"])
-def test_layouts_and_spectra_of_axial_rope(layout, spectrum):
-    """(axis, frequency) of every plane: Qwen2-VL's chunks are shared blocks, Qwen3-VL's are shared and interleaved."""
-    fields = {"axial_layout": layout, "axial_spectrum": spectrum, "rope_theta": 10_000.0}
-    config, module = build("axial_rope", 3, **fields)
-    full, shared = ([10_000.0 ** -(i / n) for i in range(n)] for n in (4, 12))
+def test_layouts_of_axial_rope(layout):
+    """(axis, frequency) of every plane."""
+    config, module = build("axial_rope", 3, axial_layout=layout, rope_theta=10_000.0)
+    spectrum = [10_000.0 ** -(i / 4) for i in range(4)]
     planes = {
-        ("blocks", "full"): [(i // 4, full[i % 4]) for i in range(12)],
-        ("blocks", "shared"): [(i // 4, shared[i]) for i in range(12)],
-        ("interleaved", "full"): [(i % 3, full[i // 3]) for i in range(12)],
-        ("interleaved", "shared"): [(i % 3, shared[i]) for i in range(12)],
-    }[layout, spectrum]
+        "blocks": [(i // 4, spectrum[i % 4]) for i in range(12)],
+        "interleaved": [(i % 3, spectrum[i // 3]) for i in range(12)],
+    }[layout]
     entries = module.entries(torch.device("cpu"))[:, 0, 0, :, 0]
     expected = torch.zeros(3, 12, dtype=torch.float64)
     for plane, (axis, frequency) in enumerate(planes):
@@ -369,42 +365,6 @@ def test_layouts_and_spectra_of_axial_rope(layout, spectrum):
     rotation = rotations_of(module, position.view(1, 3), config)[0][0, 0, 0]
     expected = reference.head_rotation(position, {}, config, 3, 0, 0)
     torch.testing.assert_close(rotation, expected, rtol=0, atol=3e-7)
-
-
-@pytest.mark.parametrize("encoding, size", [("axial_rope", 2), ("rope_mixed", 2), ("liere", 4), ("comrope_ld", 8)])
-def test_whole_heads_serve_an_axis(encoding, size):
-    """MHRoPE: of five heads two for each of the first axes, and all planes of a head have one spectrum."""
-    fields = {"axial_layout": "heads", "rope_theta": 50.0, "rotary_init_scale": 2.0}
-    fields |= {} if encoding == "axial_rope" else {"rotary_init": "axial"}
-    rotary = hf_liere.LieRotaryEmbedding(5, 24, 3, encoding, size, **fields)
-    positions, states = torch.randn(4, 3), torch.randn(1, 5, 4, 24)
-    frequencies = torch.zeros(3, 5, 12, dtype=torch.float64)
-    for head, axis in enumerate((0, 0, 1, 1, 2)):
-        frequencies[axis, head] = 2 * 50.0 ** -(torch.arange(12) / 12)
-    expected = hf_liere.LieRotaryEmbedding(5, 24, 3, "rope_mixed", frequencies=frequencies).rotate(states, positions)
-    if encoding == "axial_rope":
-        plain = [
-            reference.generators({}, rotary.config, 3, 0, head)[:, 1::2, ::2].diagonal(0, 1, 2) for head in range(5)
-        ]
-        torch.testing.assert_close(torch.stack(plain, dim=1), frequencies)
-    # Frequencies are rounded to float32, and the eigenbasis of ComRoPE too.
-    torch.testing.assert_close(rotary.rotate(states, positions), expected, rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"num_heads": 2}, "a head for each of 3 axes.*are 2 heads"),
-        ({"share_heads": True}, "share_heads=True"),
-        ({"axial_spectrum": "shared"}, "axial_spectrum='shared'"),
-        ({"position_encoding": "liere", "rotary_init": "axial", "share_heads": True}, "rotary_init='axial': axial_lay"),
-        ({"position_encoding": "comrope_ap", "rotary_init": "axial", "block_size": 4}, "blocks serve the axes in turn"),
-    ],
-)
-def test_heads_that_cannot_serve_an_axis_each(fields, message):
-    fields = {"num_heads": 3, "position_encoding": "axial_rope", **fields}
-    with pytest.raises(ValueError, match=message):
-        hf_liere.LieRotaryEmbedding(head_dim=24, num_axes=3, axial_layout="heads", **fields)
 
 
 def test_rope_mixed_starts_with_the_spectrum_of_rope_vit():
