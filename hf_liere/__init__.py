@@ -1,4 +1,4 @@
-"""Learned Lie-group position encodings (LieRE, ComRoPE) for Hugging Face vision transformers."""
+"""Learned Lie-group position encodings (LieRE, ComRoPE) for Hugging Face Transformers."""
 
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register

@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
 
-PARSER = _Parser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
+PARSER = _Parser(prog="hf-liere", description="Learned rotary position encodings (LieRE, ComRoPE).")
 PARSER.add_argument("--version", action="version", version=VERSION)
 REGISTER = "before the command: a Python file that registers encodings, starts or coordinates of yours"
 PARSER.add_argument("--register", help=REGISTER, metavar="FILE", action="append", default=[])
@@ -138,8 +138,8 @@ def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None = Non
 
 @command(
     "Export a saved model to an ONNX file or a torch.export archive, and compare its outputs with the model's; or its "
-    "learned frequencies to a GGUF file. The documentation of hf_liere.tools.export lists the encodings that accept "
-    "inputs of any size. No code of the checkpoint runs.",
+    "learned frequencies to a GGUF file. docs/deploy.md lists the encodings that accept inputs of any size. No code of "
+    "the checkpoint runs.",
     CHECKPOINT,
     argument("output", "file to write, ending in .onnx, .pt2 or .gguf"),
     REVISION,

@@ -37,9 +37,11 @@ ORDER = (DATA, MODEL, ENCODING, TRAINING, "Augmentation", "Evaluation under chan
 PLACING = re.compile("position|rotate|prefix|physical|folded|use_absolute")
 # Flags of ours that hardly a run chooses: of backbones, of files that the library writes, and those that must stay.
 RARE = "apply_layernorm reshape_hidden_states folded_grids remove_unused_columns logging_nan_inf_filter recipe".split()
-# Of Trainer's flags, those that most runs choose, in this order; the others are further flags.
+# What most runs choose, in this order, comes first below a heading; of Trainer's flags, the others are further flags.
 TRAINER = "TrainingArguments"
 USUAL = """
+image_folder video_folder volume_file train_files validation_files dataset_name model_name_or_path position_encoding
+block_size
 output_dir do_train do_eval resume_from_checkpoint num_train_epochs max_steps per_device_train_batch_size
 gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay bf16 seed eval_strategy eval_steps
 save_strategy save_steps logging_steps report_to dataloader_num_workers use_cpu push_to_hub hub_model_id
@@ -50,8 +52,9 @@ MANY = " ..."
 INDENT = " " * 6
 UNKNOWN = object()
 REMARK = """\
-RECIPE is a yaml file of flags, which the command line overrides. A flag without a default is not set by default, and
---flag true may be written --flag.
+RECIPE is a yaml file of flags, such as those in training/recipes, which the command line overrides. A flag without a
+default is not set by default, and --flag true may be written --flag. docs/image_folder.md and docs/training.md have
+examples.
 """
 
 
