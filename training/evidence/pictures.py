@@ -252,7 +252,8 @@ def draw_orientations() -> dict[str, str]:
 
 def poses() -> dict[str, Cell]:
     """Cells of the models by their names in the picture, evaluated in all orientations."""
-    table = Section.read("poses", read_results(RESULTS / "poses" / "poses.jsonl"), {}).table
+    path = RESULTS / "poses" / "poses.jsonl"
+    table = Section.read(path, read_results(path), {}).table
     return {title: table[row]["turned by up to 180°"] for title, row in ORIENTED.items()}
 
 
