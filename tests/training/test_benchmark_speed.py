@@ -199,7 +199,7 @@ def test_table_of_growth(tmp_path, capsys):
         add_shares(records, case, "liere4", added_inference=[0.05] * 6, added_training=[0.5, 0.6] * 3)
     lines = tables.growth_table(records, cases, "wall").splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == values
-    shares = " | 5.0% (5.0 – 5.0%) / not resolved (50.0 – 60.0%) / "
+    shares = " | 5.0% (5.0 – 5.0%) / 50.0 – 60.0% / "
     assert all(shares in line and "measured" not in line for line in lines)
 
 

@@ -8,9 +8,9 @@
 their application to query and key, in training with the backward pass, by the parts of the model itself. The added
 share is the median over the rounds of its time divided by that of a whole step of `absolute` right before, with the 95%
 interval of the median in brackets. The rounds of a share end when the interval is narrower than one percentage point
-(of a share above 50%: than 2% of the share); a share whose interval is wider is called not resolved. If an interval is
-wider than all differences between the shares, no table is printed. Inference keeps the rotations of a grid from the
-pass before, except in compiled graphs; the first image of a size computes them.
+(of a share above 50%: than 2% of the share); of a share whose interval is wider, tables show the interval alone. If
+an interval is wider than all differences between the shares, no table is printed. Inference keeps the rotations of a
+grid from the pass before, except in compiled graphs; the first image of a size computes them.
 
 Beside the shares are the limit and, as a check, the interval by which whole models differ. The limit is the time that
 the bytes and products of the mathematics take at the bandwidth and the rates of products measured in the same run. In

@@ -44,7 +44,7 @@ SWEEPS = TRAINING / "evidence" / "sweeps"
 SPEED = TRAINING.parent / "docs" / "speed.md"
 # Rows of the benchmark with their names in pictures; a share in percent with its interval, or only an interval.
 COSTS = {"rope_mixed": "RoPE-Mixed", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8"}
-SHARE = re.compile(r"(?:([\d.]+)%|not resolved) \(([\d.]+) – ([\d.]+)%\)")
+SHARE = re.compile(r"(?:([\d.]+)% \()?([\d.]+) – ([\d.]+)%")
 # Encodings with their default coordinates and initial values, by the title of their column.
 SHOWN = {
     "Axial RoPE": {"position_encoding": "axial_rope"},
@@ -320,7 +320,7 @@ def draw_resolutions() -> dict[str, str]:
 def costs() -> dict[str, dict[int, list[tuple[float, ...]]]]:
     """
     By encoding and number of tokens: median, low and high of the shares in inference and training, in percent. The
-    median of an unresolved share is NaN.
+    median of a share that has only an interval is NaN.
     """
     lines = [line.strip("| ").split(" | ") for line in SPEED.read_text(encoding="utf-8").splitlines()]
     header = next(line for line in lines if line[:2] == ["growing", "value"])

@@ -91,11 +91,11 @@ def format_interval(low: float, high: float) -> str:
 
 
 def format_share(found: Estimate | None) -> str:
-    """The share in percent with its interval; without the median if it is not resolved."""
+    """The share in percent with its interval, or the interval alone if it is too wide."""
     if found is None:
         return "not measured"
     if not found.is_resolved:
-        return f"not resolved ({format_interval(found.low, found.high)})"
+        return format_interval(found.low, found.high)
     return f"{100 * found.median:.1f}% ({format_interval(found.low, found.high)})"
 
 
