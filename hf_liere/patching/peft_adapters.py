@@ -60,8 +60,8 @@ def with_rotations(config: "PeftConfig") -> "PeftConfig":
 
 def merge_and_fold(model: "PeftModel", grids: Iterable[tuple[int, ...]] | None = None) -> PreTrainedModel:
     """
-    The model of peft with its adapters merged and its rotations folded, for inference, see [`fold_rotations`]. As after
-    peft's `merge_and_unload`, the model given is used up.
+    The model of peft with its adapters merged and its rotations folded, for inference, see [`folding.fold_rotations`].
+    As after peft's `merge_and_unload`, the model given is used up.
 
     ```python
     import hf_liere
@@ -75,7 +75,7 @@ def merge_and_fold(model: "PeftModel", grids: Iterable[tuple[int, ...]] | None =
     ```
 
     Args:
-        grids: As for [`fold_rotations`].
+        grids: As for [`folding.fold_rotations`].
 
     Raises:
         ValueError: if the model is not of peft, its adapters cannot be merged, or its rotations cannot be folded.
