@@ -11,7 +11,7 @@ FILES = sorted(path for part in ("hf_liere", "training") for path in (ROOT / par
 READERS = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
 # The only file that always lets code of a checkpoint run, in a process without tokens: what `push` wrote, or what
 # `verify --run` was asked to run.
-RUNS_CODE = ROOT / "hf_liere" / "hub" / "reload_check.py"
+RUNS_CODE = ROOT / "hf_liere" / "tools" / "hub" / "reload_check.py"
 
 
 def settings(tree: ast.AST):

@@ -475,7 +475,7 @@ def test_a_repository_is_converted_as_its_authors_publish_it(hub, storage, kind,
 
 
 def test_the_page_names_repositories_with_options_that_are_taken():
-    page = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(naver-ai/\S+SIZE\S+)` \| (?:`(.*)`)? ?\|", page, re.MULTILINE)
     assert len(rows) == 5
     for name, given in rows:

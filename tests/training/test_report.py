@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,7 +258,7 @@ def test_the_comparisons_of_a_sweep_of_ones_own_are_tested(tmp_path):
     """Its file lies beside its results. Encodings that answer 60 and 80% of 300 examples differ."""
     rows = [{"position_encoding": "absolute"}, {"position_encoding": "liere"}]
     lines = seeded("mine", rows, (0.6, 0.8), seeds=5)
-    assert "Holm" not in reported(tmp_path, "mine", lines).split("## ")[1]
+    assert "Holm" not in reported(tmp_path, "mine", lines).split("\n## ")[-1]
     sweep = {
         "script": "image_classification",
         "recipe": "images_mini",
@@ -265,7 +266,7 @@ def test_the_comparisons_of_a_sweep_of_ones_own_are_tested(tmp_path):
         "compare": [{"against": rows[0]}],
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(sweep))
-    assert "Holm" in reported(tmp_path, "mine", lines).split("## ")[1]
+    assert "Holm" in reported(tmp_path, "mine", lines).split("\n## ")[-1]
 
 
 def test_stored_results_that_are_read_are_written_as_they_were(results, tmp_path):
@@ -924,7 +925,7 @@ KEPT = {"cifar10: rotate_prefix": "the default of rotate_prefix"}
 def stored(folder):
     papers = yaml.safe_load(report.PAPER_RESULTS.read_text())
     files = sorted(folder.glob("*/*.jsonl"))
-    return [sections.Section.read(path.parent.name, result_lines.read_results(path), papers) for path in files]
+    return [sections.Section.read(path, result_lines.read_results(path), papers) for path in files]
 
 
 def test_the_report_and_its_archive_follow_the_rule():
@@ -998,7 +999,7 @@ def test_differences_are_drawn_where_seeds_are_paired(tmp_path):
     """From the baseline, with the interval of the test and the single seeds."""
     settings = [{"position_encoding": name} for name in ("none", "rope_mixed")]
     entries = seeded("language", settings, (0.5, 0.8), 5)
-    one = sections.Section.read("python", entries, {})
+    one = sections.Section.read(Path("python", "language.jsonl"), entries, {})
     assert one.sweep["paired"] and len(plots.tested_models(one.found, one.table)) == 1
     drawn = []
     original = plots._save

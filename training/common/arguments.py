@@ -50,7 +50,8 @@ class CheckpointArguments:
 
 def architecture_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
     """The fields that a configuration adds to `PreTrainedConfig`, without those that the library itself writes."""
-    inherited = {config_field.name for config_field in dataclasses.fields(PreTrainedConfig)} | {"format_version"}
+    inherited = {config_field.name for config_field in dataclasses.fields(PreTrainedConfig)}
+    inherited |= {"folded_grids", "format_version"}
     return {
         config_field.name: config_field
         for config_field in dataclasses.fields(config_class)

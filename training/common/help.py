@@ -36,7 +36,7 @@ ORDER = (DATA, MODEL, ENCODING, TRAINING, "Augmentation", "Evaluation under chan
 # Fields of the transformer's configuration that place tokens, or use their places.
 PLACING = re.compile("position|rotate|prefix|physical|folded|use_absolute")
 # Flags of ours that hardly a run chooses: of backbones, of files that the library writes, and those that must stay.
-RARE = "apply_layernorm reshape_hidden_states folded_grids remove_unused_columns logging_nan_inf_filter recipe".split()
+RARE = "apply_layernorm reshape_hidden_states remove_unused_columns logging_nan_inf_filter recipe".split()
 # What most runs choose, in this order, comes first below a heading; of Trainer's flags, the others are further flags.
 TRAINER = "TrainingArguments"
 USUAL = """
@@ -169,7 +169,11 @@ def _flags_of(file: Path, node: ast.AST) -> dict[str, Flag]:
 def _is_internal(field: ast.AnnAssign) -> bool:
     """Whether this is no field, or one that only the library writes."""
     name = ast.unparse(field.target)
-    return name.startswith("_") or name == "format_version" or ast.unparse(field.annotation).startswith("ClassVar")
+    return (
+        name.startswith("_")
+        or name in ("folded_grids", "format_version")
+        or ast.unparse(field.annotation).startswith("ClassVar")
+    )
 
 
 def _heading(kind: str, name: str) -> str:

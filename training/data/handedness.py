@@ -133,9 +133,7 @@ def read_centres(file: str) -> Centres:
         InputError: if it is missing or no file of `training/evidence/carbon_centres.py`.
     """
     if not Path(file).is_file():
-        raise InputError(
-            f"--structures {file!r} is no file; accepted: one that training/evidence/carbon_centres.py writes."
-        )
+        raise InputError(f"--structures {file!r} is not a file; accepted: one of evidence/carbon_centres.py.")
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return Centres(**arrays)
