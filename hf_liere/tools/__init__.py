@@ -1,5 +1,5 @@
 """
-What works on checkpoints and models from outside: the command `hf-liere` (`cli.py`), conversion, export, inspection,
+Tools for checkpoints and models from outside: the command `hf-liere` (`cli.py`), conversion, export, inspection,
 checks of rotary embeddings, model cards and the Hub. No room of the library imports it.
 
 Its modules stood in `hf_liere` itself before. Those import paths still lead here, with a warning, until version 0.2.
