@@ -238,7 +238,7 @@ def relativity_error(
 
     def between(generators: torch.Tensor, offset: torch.Tensor | float) -> torch.Tensor:
         """R(p + c)ᵀR(q + c) of every pair, (pairs, heads, blocks, b, b)."""
-        first, second = rotations(generators, patches[chosen] + offset * steps, encoding.product)
+        first, second = rotations(generators, patches[chosen] + offset * steps, encoding_of(config).product)
         return first.mT @ second
 
     for layer, generators in enumerate(tqdm(matrices.unbind(1), desc="relativity", disable=not progress)):
@@ -359,7 +359,7 @@ def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> Encodi
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
-        rotations=rotations(matrices, positions, encoding.product).movedim(0, -3).float(),
+        rotations=rotations(matrices, positions, encoding_of(encoding.config).product).movedim(0, -3).float(),
         commutators=commutators(matrices),
         relativity=None if encoding.config.train_grid is None else relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),
