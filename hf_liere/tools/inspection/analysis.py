@@ -230,8 +230,7 @@ def describe(model: nn.Module) -> dict:
     if encoding is not None:
         names = ["position_encoding", "block_size", "share_heads", "share_layers", "rotate_prefix"]
         names.append("position_scale" if tower is None else "coordinates")
-        names += ["spins"] if encoding.config.spins is not None else []
-        names += ["rotate_values"] if getattr(encoding.config, "rotate_values", False) else []
+        names += [name for name in ("spins", "rotate_values") if getattr(encoding.config, name, None)]
         description |= {name: getattr(encoding.config, name) for name in names}
         description["rotated_layers"] = encoding.num_layers
         description["folded"] = encoding.config.folded_grids is not None

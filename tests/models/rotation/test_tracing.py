@@ -6,6 +6,8 @@ from encoding_cases import IMAGE_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
+from hf_liere.models.fast import quaternions
+from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.tools.export import export_model
 
@@ -120,3 +122,16 @@ def test_second_derivatives_are_refused(tiny):
         (gradient,) = torch.autograd.grad(loss_of_model, generators, create_graph=True)
         with pytest.raises(RuntimeError, match="cannot be differentiated a second time"):
             gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_what_a_graph_computes_first_leaves_no_fake_tensor(size):
+    quaternions._product_table.cache_clear()
+    positions, entries = torch.rand(5, 1, dtype=torch.float64), torch.randn(1, 1, 2, size * (size - 1) // 2)
+    generators = skew(entries, size)
+    with plain_operations():
+        with FakeTensorMode() as mode:
+            quaternions.quaternion_rotations(*map(mode.from_tensor, (positions, generators)), torch.float32)
+        found = quaternions.quaternion_rotations(positions, generators, torch.float32)
+    expected = torch.matrix_exp(torch.einsum("pa,agkij->gpkij", positions, generators.double()))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
