@@ -18,8 +18,9 @@ from training_helpers import TINY_RUN, write_dinov2, write_dual_encoder, write_i
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
-from hf_liere import RotaryPatchConfig, cli
+from hf_liere import RotaryPatchConfig
 from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.tools import cli
 from training.common.arguments import InputError, architecture_fields
 from training.common.command_line import parse_arguments, to_flags
 from training.data.augmentation import IGNORED_LABEL
