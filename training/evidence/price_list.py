@@ -9,20 +9,16 @@ and with one model. What the trick saves is 1 − X/A of a block; the table has 
 interval of the median by order statistics, and the lines of code that would go. Lines of C++ are those of headers that
 serve the trick alone.
 
-A trick pays if the upper end of its interval reaches 1% in some recipe. Results are json lines; an interrupted list
-goes on when it is started again with the same output.
+A trick pays if the upper end of its interval reaches 1% in some recipe. Results are json lines; `--resume` goes on with
+an interrupted list.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import inspect
-import json
 import math
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +34,10 @@ from hf_liere.kernels import cpu
 from hf_liere.models.encoding import positions, projections, rotation_cache
 from hf_liere.models.fast import closed_forms, exponential_gradient, quaternions, scaling_and_squaring
 from hf_liere.models.fast.dispatch import plain_operations
-from hf_liere.tools.environment import cpu_name
-from training.evidence.speed.models import Row, Settings, build_model, logits
+from training.evidence.speed.intervals import estimate
+from training.evidence.speed.measurements import PHASES, Records
+from training.evidence.speed.models import Row, Settings
+from training.evidence.speed.runner import Runner, machine
 
 
 KERNELS = Path(cpu.__file__).parent
@@ -194,55 +192,22 @@ TRICKS = {
 ALL_KERNELS = "all kernels"
 
 
-class Steps:
-    """Steps of a recipe's model, with some tricks off."""
+def measure(recipe: str, trick: str, alone: bool, blocks: int) -> list[list[float]]:
+    """The seconds of all steps, in blocks A X X A: A without the trick, X with it."""
+    row, trains, settings = RECIPES[recipe]
+    runner = Runner(settings, Row.parse(row), PHASES[trains])
+    others = [name for name in TRICKS if name not in (trick, ALL_KERNELS)] if alone else []
 
-    def __init__(self, recipe: Recipe):
-        torch.manual_seed(0)
-        self.recipe, self.settings = recipe, recipe.settings
-        self.model = build_model(self.settings, Row.parse(recipe.row), recipe.trains)
-        self.pixels = self.settings.pixels()
-        if not recipe.trains:
-            self.pixels = self.pixels.to(self.settings.torch_dtype)
-
-    def run(self) -> None:
-        if not self.recipe.trains:
-            with torch.no_grad():
-                logits(self.model, self.pixels)
-            return
-        self.model.zero_grad()
-        with self.settings.autocast():
-            loss = logits(self.model, self.pixels).float().logsumexp(-1).sum()
-        loss.backward()
-
-    def seconds(self, off: list[str]) -> float:
-        """Processor time of a step without these tricks."""
+    def seconds(off: list[str]) -> float:
         with contextlib.ExitStack() as stack:
             for name in off:
                 stack.enter_context(TRICKS[name].off())
-            start = time.process_time()
-            self.run()
-            return time.process_time() - start
+            return runner.seconds(1)["cpu"]
 
-
-def measure(recipe: str, trick: str, alone: bool, blocks: int) -> dict[str, Any]:
-    """The seconds of all steps, in blocks A X X A: A without the trick, X with it."""
-    steps = Steps(RECIPES[recipe])
-    others = [name for name in TRICKS if name not in (trick, ALL_KERNELS)] if alone else []
     off = {"A": [*others, trick], "X": others}
     for name in "AXAX":
-        steps.seconds(off[name])
-    seconds = [[steps.seconds(off[name]) for name in "AXXA"] for _ in range(blocks)]
-    return {"recipe": recipe, "trick": trick, "alone": alone, "seconds": seconds}
-
-
-def savings(seconds: list[list[float]]) -> tuple[float, float, float]:
-    """Median over the blocks of 1 − X/A, and its interval by order statistics."""
-    values = sorted(1 - (x + y) / (a + b) for a, x, y, b in seconds)
-    count = len(values)
-    tails = [sum(math.comb(count, heads) for heads in range(k)) / 2**count for k in range(1, count // 2 + 1)]
-    k = max(1, sum(tail <= (1 - CONFIDENCE) / 2 for tail in tails))
-    return statistics.median(values), values[k - 1], values[count - k]
+        seconds(off[name])
+    return [[seconds(off[name]) for name in "AXXA"] for _ in range(blocks)]
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -253,8 +218,8 @@ def table(results: list[dict[str, Any]]) -> str:
             found = [result for result in results if (result["trick"], result["alone"]) == (name, alone)]
             said = []
             for result in found:
-                middle, low, high = savings(result["seconds"])
-                said.append(f"{result['recipe']} {middle:.1%} ({low:.1%} – {high:.1%})")
+                saved = estimate([1 - (x + y) / (a + b) for a, x, y, b in result["seconds"]], CONFIDENCE)
+                said.append(f"{result['recipe']} {saved.median:.1%} ({saved.low:.1%} – {saved.high:.1%})")
             if said:
                 rows.append(f"| {name} | {trick.lines()} | {'no' if alone else 'yes'} | {'; '.join(said)} |")
     return "\n".join(rows)
@@ -263,28 +228,25 @@ def table(results: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="json lines")
+    parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
     parser.add_argument("--tricks", nargs="+", choices=TRICKS, default=list(TRICKS), metavar="TRICK")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
     parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
     parser.add_argument("--alone", action="store_true", help="with nothing else on")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    done = [json.loads(line) for line in given.output.read_text().splitlines()] if given.output.exists() else []
-    known = {(result["recipe"], result["trick"], result["alone"]) for result in done}
+    records = Records(given.output, machine("cpu"), given.resume)
+    known = {(line["recipe"], line["trick"], line["alone"]) for line in records.lines if "trick" in line}
     pairs = [
         (recipe, trick)
         for trick in given.tricks
         for recipe in given.recipes
         if recipe.startswith(TRICKS[trick].recipes) and (recipe, trick, given.alone) not in known
     ]
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cpu": cpu_name(), "torch": torch.__version__, "python": platform.python_version()}
     for recipe, trick in tqdm(pairs, unit="pair"):
-        result = {**measure(recipe, trick, given.alone, given.blocks), **machine}
-        done.append(result)
-        with given.output.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-    print(table(done))
+        seconds = measure(recipe, trick, given.alone, given.blocks)
+        records.add(recipe=recipe, trick=trick, alone=given.alone, seconds=seconds)
+    print(table([line for line in records.lines if "trick" in line]))
     return 0
 
 

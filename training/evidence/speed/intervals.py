@@ -31,13 +31,13 @@ class Estimate(NamedTuple):
         return self.width < max(RESOLUTION, RELATIVE_RESOLUTION * self.median)
 
 
-def estimate(values: list[float]) -> Estimate:
+def estimate(values: list[float], confidence: float = CONFIDENCE) -> Estimate:
     """
     The median of at least one value, with the narrowest symmetric pair of order statistics that contains the
-    distribution's median with a probability of at least `CONFIDENCE`. For any distribution, the k-th lowest of n values
+    distribution's median with a probability of at least `confidence`. For any distribution, the k-th lowest of n values
     exceeds the median with the probability of fewer than k heads in n coin tosses.
     """
     ordered, count = sorted(values), len(values)
     tails = [sum(math.comb(count, heads) for heads in range(k)) / 2**count for k in range(1, count // 2 + 1)]
-    k = max(1, sum(tail <= (1 - CONFIDENCE) / 2 for tail in tails))
+    k = max(1, sum(tail <= (1 - confidence) / 2 for tail in tails))
     return Estimate(statistics.median(ordered), ordered[k - 1], ordered[count - k], count)
