@@ -27,6 +27,7 @@ from hf_liere.models.patched.rotary_patch import KEEP_ABSOLUTE  # noqa: E402
 from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig  # noqa: E402
 from hf_liere.models.transformer.validation import ARCHITECTURE_RANGES  # noqa: E402
 from hf_liere.tools.cli import PARSER  # noqa: E402
+from training.common.help import read_arguments  # noqa: E402
 
 
 FOLDER = ROOT / "docs" / "reference"
@@ -55,34 +56,21 @@ The package installs the command `hf-liere`. `hf-liere COMMAND --help` prints th
 | command | what it does |
 |---|---|
 """
-# In place of the first sentence of a docstring, and for fields of ViTConfig, whose docstring is not ours.
+# In place of the first sentence of a docstring, where that does not stand alone.
 MEANINGS = {
     "position_encoding": "How attention sees positions: not at all, by a learned table, or by rotations",
     "rotary_init": "Where learned rotations start; the table above shows what each encoding accepts",
-    "spins": 'Spins of the representation of so(3) in every block, for `rotary_init="so3"`',
     "coordinates": "[The coordinate of a patch](../positions.md#images-and-clips-of-any-size)",
     "position_perturbation": "In training, deviation σ of a patch from its place, in patch extents (ComRoPE eq. 11)",
     "position_shift": "In training, largest common shift of all patches, in halves of the input (DINOv3)",
     "position_jitter": "In training, largest factor that stretches each axis (DINOv3)",
     "position_rescale": "In training, largest factor that stretches all axes (DINOv3)",
-    "hidden_size": "Channels of a token",
-    "num_hidden_layers": "Number of layers",
-    "num_attention_heads": "Number of heads of a layer",
-    "intermediate_size": "Channels inside the MLP",
-    "hidden_act": "Activation inside the MLP",
-    "hidden_dropout_prob": "Dropout of the embeddings and of the outputs of attention and MLP",
-    "attention_probs_dropout_prob": "Dropout of attention weights",
-    "initializer_range": "Standard deviation of new weights",
-    "layer_norm_eps": "Epsilon of the layer norms",
-    "qkv_bias": "Whether the projections of query, key and value have a bias",
     "use_gated_mlp": 'Whether the MLP is gated: with `hidden_act="silu"` SwiGLU',
     "final_norm": "What the last layer norm is applied to: all tokens, the pooled output, or nothing",
     "pooling": "What a classifier reads: class token, mean of patches, mean of all tokens, or all prefix tokens",
     "position_table_size": "Entries of the learned table on each axis; `None` means one for each training patch",
     "physical_unit": 'The length in mm or s that counts as 1 in `coordinates="physical"`, for all axes or one per axis',
     "position_origin": "Coordinates are (positions − origin) · scale",
-    "position_scale": "Coordinates are (positions − origin) · scale",
-    "keep_absolute": "How patches use the model's own position table",
 }
 OF_PATCHES = {"position_encoding": tuple(ENCODINGS), "rotary_init": (*STARTS, "pretrained")}
 OPEN = {
@@ -113,14 +101,11 @@ def names(values) -> str:
 
 
 def describe_arguments(owner: type) -> dict[str, str]:
-    """The first sentence about each argument in a docstring of Google's style."""
-    text = inspect.getdoc(owner).partition("\nArgs:\n")[2].partition("\nRaises:")[0]
-    found = {}
-    for entry in re.split(r"^    (?=\w)", text, flags=re.MULTILINE)[1:]:
-        argument, _, meaning = re.sub(r" \(`.*?\):", ":", entry, count=1, flags=re.DOTALL).partition(":")
-        sentence = re.split(r"(?<=[^.…])[.;:](?:\s|$)", " ".join(meaning.split()), maxsplit=1)[0]
-        found |= dict.fromkeys(re.split(r", ", argument), sentence.rstrip("."))
-    return found
+    """The first sentence about each argument in a docstring."""
+    return {
+        argument: re.split(r"(?<=[^.…])[.;:](?:\s|$)", " ".join(meaning.split()), maxsplit=1)[0].rstrip(".")
+        for argument, meaning in read_arguments(inspect.getdoc(owner)).items()
+    }
 
 
 def accepted(name: str, hint: Any, owner: type) -> str:

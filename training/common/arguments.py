@@ -17,6 +17,7 @@ from transformers.training_args import TrainingArguments
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from hf_liere.errors import InputError
 from hf_liere.models.encoding.registration import import_file
+from training.common.help import WRITTEN
 
 
 def flag(default: Any, help: str, **metadata) -> Any:
@@ -50,8 +51,7 @@ class CheckpointArguments:
 
 def architecture_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
     """The fields that a configuration adds to `PreTrainedConfig`, without those that the library itself writes."""
-    inherited = {config_field.name for config_field in dataclasses.fields(PreTrainedConfig)}
-    inherited |= {"folded_grids", "format_version"}
+    inherited = {config_field.name for config_field in dataclasses.fields(PreTrainedConfig)} | WRITTEN
     return {
         config_field.name: config_field
         for config_field in dataclasses.fields(config_class)

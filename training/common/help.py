@@ -37,6 +37,8 @@ ORDER = (DATA, MODEL, ENCODING, TRAINING, "Augmentation", "Evaluation under chan
 PLACING = re.compile("position|rotate|prefix|physical|folded|use_absolute")
 # Flags of ours that hardly a run chooses: of backbones, of files that the library writes, and those that must stay.
 RARE = "apply_layernorm reshape_hidden_states remove_unused_columns logging_nan_inf_filter recipe".split()
+# Fields of configurations that the library alone writes.
+WRITTEN = {"folded_grids", "format_version"}
 # What most runs choose, in this order, comes first below a heading; of Trainer's flags, the others are further flags.
 TRAINER = "TrainingArguments"
 USUAL = """
@@ -149,7 +151,7 @@ def _flags_of(file: Path, node: ast.AST) -> dict[str, Flag]:
     if not node.decorator_list:
         # Only decorators make fields.
         return flags
-    texts, configured = _described(node), {}
+    texts, configured = read_arguments(ast.get_docstring(node)), {}
     for statement in node.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "config_class":
             configured = _flags_of(*_find(file, ast.unparse(statement.value)))
@@ -169,11 +171,7 @@ def _flags_of(file: Path, node: ast.AST) -> dict[str, Flag]:
 def _is_internal(field: ast.AnnAssign) -> bool:
     """Whether this is no field, or one that only the library writes."""
     name = ast.unparse(field.target)
-    return (
-        name.startswith("_")
-        or name in ("folded_grids", "format_version")
-        or ast.unparse(field.annotation).startswith("ClassVar")
-    )
+    return name.startswith("_") or name in WRITTEN or ast.unparse(field.annotation).startswith("ClassVar")
 
 
 def _heading(kind: str, name: str) -> str:
@@ -243,9 +241,9 @@ def _members(file: Path, name: str) -> str:
     return "|".join(str(value.value) for value in values if isinstance(value, ast.Constant))
 
 
-def _described(node: ast.ClassDef) -> dict[str, str]:
-    """The descriptions in the section `Args` of a docstring, by name."""
-    section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{ast.get_docstring(node)}\n", re.MULTILINE)
+def read_arguments(docstring: str | None) -> dict[str, str]:
+    """The descriptions in the section `Args` of a docstring, without its indentation, by name."""
+    section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{docstring}\n", re.MULTILINE)
     texts = {}
     for entry in re.split(r"^ {4}(?=\w)", section[1] if section else "", flags=re.MULTILINE)[1:]:
         names, _, text = entry.partition(":")

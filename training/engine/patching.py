@@ -18,6 +18,7 @@ from hf_liere.models.patched.rotary_patch import plan
 from hf_liere.patching.adapters import read_adapter
 from hf_liere.storage.saved_model import ADAPTER_CONFIG
 from training.common.arguments import flag, require_numbers
+from training.common.help import WRITTEN
 from training.common.messages import abbreviate
 
 
@@ -37,7 +38,7 @@ def _patch_flags(kind: type) -> type:
         elif any(get_origin(part) is Literal for part in get_args(accepted)):
             # RotaryPatchConfig checks the values, and `None` is one of them.
             accepted = str | None
-        if patch_field.name not in ("folded_grids", "format_version", *kind.__annotations__):
+        if patch_field.name not in (*WRITTEN, *kind.__annotations__):
             flags.append((patch_field.name, accepted, dataclasses.field(default=patch_field.default)))
     made = dataclasses.make_dataclass(kind.__name__, flags, bases=(dataclasses.dataclass(kind),))
     made.__module__ = kind.__module__
