@@ -36,7 +36,7 @@ from hf_liere.models.fast import closed_forms, exponential_gradient, quaternions
 from hf_liere.models.fast.dispatch import plain_operations
 from training.evidence.speed.intervals import estimate
 from training.evidence.speed.measurements import PHASES, Records
-from training.evidence.speed.models import Row, Settings
+from training.evidence.speed.models import BenchmarkError, Row, Settings
 from training.evidence.speed.runner import Runner, machine
 
 
@@ -251,4 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
