@@ -34,8 +34,8 @@ HEADINGS = {
 }
 ORDER = (DATA, MODEL, ENCODING, TRAINING, "Augmentation", "Evaluation under changed conditions", FURTHER)
 # Fields of the transformer's configuration that place tokens, or use their places.
-PLACING = re.compile("position|rotate|prefix|physical|folded|use_absolute")
-# Flags of ours that hardly a run chooses: of backbones, of files that the library writes, and those that must stay.
+PLACING = re.compile("position|rotate|prefix|physical|use_absolute")
+# Flags that hardly a run chooses: of backbones, and those that must stay as they are.
 RARE = "apply_layernorm reshape_hidden_states remove_unused_columns logging_nan_inf_filter recipe".split()
 # Fields of configurations that the library alone writes.
 WRITTEN = {"folded_grids", "format_version"}

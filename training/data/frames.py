@@ -27,6 +27,11 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
+def draw_rotations(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    """(…, 3) rotation vectors of uniformly distributed rotations, of which four normal numbers are a quaternion."""
+    return quaternion_to_rotation_vector(torch.from_numpy(rng.standard_normal((*shape, 4))), "wxyz")
+
+
 def turned_columns(
     rotations: np.ndarray, translations: np.ndarray, largest_angle: float, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
@@ -43,9 +48,7 @@ def turned_columns(
         (samples, N, 9), the same as matrices row by row; `translations` (samples, N, 3); `poses` (samples, N, 16), both
         as 4 × 4 matrices row by row.
     """
-    # Four normal numbers are a quaternion of a uniformly distributed rotation.
-    numbers = torch.from_numpy(rng.standard_normal((len(rotations), 4)))
-    turns = quaternion_to_rotation_vector(numbers, "wxyz") * largest_angle / 180
+    turns = draw_rotations(rng, len(rotations)) * largest_angle / 180  # (samples, 3)
     world = rotation_vector_to_matrix(turns).unsqueeze(1)  # (samples, 1, 3, 3)
     turned = world @ torch.from_numpy(rotations)  # (samples, N, 3, 3)
     moved = (world @ torch.from_numpy(translations).unsqueeze(-1)).squeeze(-1)  # (samples, N, 3)

@@ -15,8 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hf_liere import matrix_to_rotation_vector, quaternion_to_rotation_vector, rotation_vector_to_matrix
+from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
 from training.data.augmentation import IGNORED_LABEL
+from training.data.frames import draw_rotations
 
 
 SPLITS = ("train", "validation")
@@ -57,9 +58,7 @@ def draw_columns(
 
 
 def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarray]:
-    # Four normal numbers are a quaternion of a uniformly distributed rotation.
-    numbers = torch.from_numpy(rng.standard_normal((CHUNK, TOKENS, 4)))
-    vectors = quaternion_to_rotation_vector(numbers, "wxyz")  # (CHUNK, N, 3)
+    vectors = draw_rotations(rng, CHUNK, TOKENS)  # (CHUNK, N, 3)
     vectors[:, 0] *= largest_angle / 180
     rotations = rotation_vector_to_matrix(vectors)  # (CHUNK, N, 3, 3)
     targets, samples = rng.integers(1, TOKENS, CHUNK), np.arange(CHUNK)

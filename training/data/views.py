@@ -14,8 +14,9 @@ import math
 import numpy as np
 import torch
 
-from hf_liere import matrix_to_rotation_vector, quaternion_to_rotation_vector, rotation_vector_to_matrix
+from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
 from training.data.augmentation import IGNORED_LABEL
+from training.data.frames import draw_rotations
 from training.data.poses import CHUNK, draw_columns
 
 
@@ -51,12 +52,9 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
     def normal(*shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.standard_normal((CHUNK, *shape)))
 
-    # Four normal numbers are a quaternion of a uniformly distributed rotation.
-    motion = quaternion_to_rotation_vector(normal(4), "wxyz") * largest_angle / 180  # (CHUNK, 3)
+    motion = draw_rotations(rng, CHUNK) * largest_angle / 180  # (CHUNK, 3)
     moved = FAR * largest_angle / 180 * normal(3)
-    turned = rotation_vector_to_matrix(
-        quaternion_to_rotation_vector(normal(POINTS, 4), "wxyz")
-    )  # (CHUNK, points, 3, 3)
+    turned = rotation_vector_to_matrix(draw_rotations(rng, CHUNK, POINTS))  # (CHUNK, points, 3, 3)
     cameras = SPREAD * normal(CAMERAS, 3)
     points = SPREAD * normal(POINTS, 3) + torch.tensor([0.0, 0.0, DISTANCE])
     # The first point is the marked one.
