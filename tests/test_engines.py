@@ -184,8 +184,8 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "text.gguf").write_text("no weights")
     reasons = {
         "plain": "contains other weights",
-        "missing": r"is no GGUF file \(\[Errno 2\]",
-        "text": "is no GGUF file",
+        "missing": r"is not a GGUF file \(\[Errno 2\]",
+        "text": "is not a GGUF file",
     }
     for name, reason in reasons.items():
         with pytest.raises(InputError, match=rf"{name}\.gguf {reason}"):

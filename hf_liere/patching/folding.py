@@ -64,7 +64,7 @@ def fold_rotations(model: PreTrainedModel, grids: Iterable[tuple[int, ...]] | No
         patch.config = fold(tower, replace(patch.config, folded_grids=[], **DISPLACEMENTS), requested)
     configs = [tower.rotary_patch.config for _, tower in patched_towers(folded)]
     if any(replace(config, target=None) != replace(configs[0], target=None) for config in configs):
-        raise ValueError(f"The parts of {model._get_name()} fold differently, and are then no one model: fold each.")
+        raise ValueError(f"The parts of {model._get_name()} fold differently and would not be one model: fold each.")
     if getattr(folded.config, "rotary_patch", None) is not None:
         folded._describe_patches()
     return folded.requires_grad_(False)

@@ -58,7 +58,7 @@ def export_gguf(
     try:
         reader = GGUFReader(gguf)
     except (OSError, ValueError) as error:
-        raise InputError(f"{gguf} is no GGUF file ({error}); accepted: that of the plain model.") from error
+        raise InputError(f"{gguf} is not a GGUF file ({error}); accepted: that of the plain model.") from error
     factors = np.array(parameters["short_factor"], np.dtype("float32").newbyteorder(reader.byte_order))  # (D/2,)
     _check_source(reader, gguf, tower, parameters["rope_theta"], len(factors))
     kept = [tensor for tensor in reader.tensors if tensor.name != FACTORS]

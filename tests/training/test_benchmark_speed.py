@@ -161,7 +161,7 @@ def test_an_encoding_of_a_file_is_a_row(tmp_path):
     done = run_python(script, *TINY, *rows, "--register", "turns.py", "--output", "speed.jsonl", cwd=tmp_path)
     assert "| turns4 |" in done.stdout
     done = run_python(script, *TINY, *rows, "--register", "absent.py", cwd=tmp_path, status=2)
-    assert "--register: absent.py is no Python file" in done.stderr
+    assert "--register: absent.py is not a Python file" in done.stderr
 
 
 def test_table_of_epochs_is_the_time_of_its_images(tmp_path, capsys):

@@ -288,7 +288,7 @@ def test_a_run_is_stored_in_half_precision(one_process, uneven_file, tmp_path, c
         assert re.search(rf"^\| {row} \| 16 \| 13 \| [\d.]+% \(", card, re.MULTILINE), card
     assert "](attention.png)" in card and "It is red." in card and (tmp_path / "stored" / "attention.png").is_file()
     for message, changes in (
-        ("is no rounded copy of .*classifier", {"weights": "other"}),
+        ("is not a rounded copy of .*classifier", {"weights": "other"}),
         (r"the first must be at \[16, 16\] px", {"evaluations": ("at_24",)}),
         ("of_the_run was measured with other weights", {"conditions": ("of_the_run",)}),
         ("at_24 evaluates unchanged images", {"conditions": ("at_24",)}),

@@ -144,7 +144,7 @@ def _flags_of(file: Path, node: ast.AST) -> dict[str, Flag]:
     assert isinstance(node, ast.ClassDef), "flags are fields of a class"
     flags: dict[str, Flag] = {}
     if node.name == "PreTrainedConfig":
-        # What every model of transformers has is no flag.
+        # What every model of transformers has is not a flag.
         return flags
     for base in reversed(node.bases):
         flags |= _flags_of(*_find(file, ast.unparse(base)))
@@ -169,7 +169,7 @@ def _flags_of(file: Path, node: ast.AST) -> dict[str, Flag]:
 
 
 def _is_internal(field: ast.AnnAssign) -> bool:
-    """Whether this is no field, or one that only the library writes."""
+    """Whether this is not a field, or one that only the library writes."""
     name = ast.unparse(field.target)
     return name.startswith("_") or name in WRITTEN or ast.unparse(field.annotation).startswith("ClassVar")
 

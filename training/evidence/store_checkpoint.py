@@ -121,7 +121,7 @@ def _put_together(given: argparse.Namespace, folder: Path) -> None:
     }
     if differing:
         raise InputError(
-            f"--weights {given.weights} is no rounded copy of {given.run}: {', '.join(sorted(differing))}."
+            f"--weights {given.weights} is not a rounded copy of {given.run}: {', '.join(sorted(differing))}."
         )
     sizes = [run.read_json(CONFIG_FILE)["image_size"] for run in map(SavedModel, (given.run, *given.evaluation[:1]))]
     if len(sizes) == 1 or sizes[0] != sizes[1]:

@@ -120,7 +120,7 @@ def import_file(file: str | Path) -> None:
     """
     path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{file} is no Python file; accepted: one that registers encodings, such as my_rotations.py.")
+        raise ValueError(f"{file} is not a Python file; accepted: one that registers encodings (my_rotations.py).")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     found = importlib.import_module(path.stem).__file__

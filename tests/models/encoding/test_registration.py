@@ -184,7 +184,7 @@ def test_commands_and_scripts_import_files_by_name(tmp_path, capsys):
     """
     lines = run_code(code, tmp_path)
     assert "report" in lines[-1] and (tmp_path / "report" / "report.html").is_file()
-    with pytest.raises(InputError, match="--register: absent.py is no Python file"):
+    with pytest.raises(InputError, match="--register: absent.py is not a Python file"):
         parse_arguments(["--register", "absent.py", "--output_dir", str(tmp_path), "--do_eval"], (RunArguments,))
     with pytest.raises(ValueError, match="json.py has the name of"):
         (tmp_path / "json.py").write_text("")
