@@ -51,7 +51,7 @@ def fold_rotations(model: PreTrainedModel, grids: Iterable[tuple[int, ...]] | No
         done = tower.rotary_patch.config.folded_grids
         if done is not None or not isinstance(tower.rotary_patch, (RotaryPatch, RopePatch)):
             raise ValueError(
-                f"{name or 'model'} ({type(tower).__name__}) cannot be folded: accepted are models of transformers "
+                f"{name or 'model'} ({type(tower).__name__}) cannot be folded: accepted are Transformers models "
                 f"whose rotations are not folded already (folded_grids={done})."
             )
     folded = copy_model(model)

@@ -1,5 +1,5 @@
 """
-Export of image and video models, and of patched models of transformers, to ONNX files and `torch.export` archives,
+Export of image and video models, and of patched Transformers models, to ONNX files and `torch.export` archives,
 with a dynamic batch size.
 
     export_model(model, "model.onnx")                      # or "model.pt2"
@@ -117,7 +117,7 @@ class _TensorOutputs(nn.Module):
 
 
 class _ImageInput(NamedTuple):
-    """What a model of transformers takes, in the words of a [`LieREPixelConfig`]."""
+    """The images that a Transformers model takes, in the words of a [`LieREPixelConfig`]."""
 
     input_shape: tuple[int, ...]
     patch_shape: tuple[int, ...]
@@ -134,7 +134,7 @@ def _input_of(model: PreTrainedModel) -> LieREPixelConfig | _ImageInput:
     sizes: list[Any] = [getattr(vision, name, None) for name in ("image_size", "patch_size", "num_channels")]
     if getattr(model, "main_input_name", None) != "pixel_values" or None in sizes or hasattr(vision, "num_frames"):
         raise ExportError(
-            f"{type(model).__name__}: accepted are the image and video models of hf_liere, and models of transformers "
+            f"{type(model).__name__}: accepted are the image and video models of hf_liere, and Transformers models "
             "that take images of one configured size alone; of a model with text, its part, such as model.vision_model."
         )
     return _ImageInput(pair("image_size", sizes[0]), pair("patch_size", sizes[1]), sizes[2])
@@ -166,7 +166,7 @@ def export_model(
         num_frames: Number of frames of inputs of a fixed size; `None` means that of the configuration.
         dynamic_size: Whether height and width (and frames) may vary by whole patches, at least two on every axis.
             `None` means wherever it is free, see the table above, and the configured inputs have two, but a fixed size
-            for models of transformers; with LieRE, `True` puts the exponential into the graph.
+            for Transformers models; with LieRE, `True` puts the exponential into the graph.
         opset: Version of ONNX's operators, from 17; `None` means the version that PyTorch's exporter recommends.
 
     Returns:

@@ -212,7 +212,7 @@ def _evaluate(file: Path, node: ast.AST) -> Any:
 
 
 def _values(file: Path, annotation: ast.AST) -> str:
-    """What a flag of this type takes."""
+    """The values that a flag of this type takes."""
     if isinstance(annotation, ast.BinOp):
         parts = [_values(file, annotation.left), _values(file, annotation.right)]
         plain = ("", KINDS["str"])
@@ -275,7 +275,7 @@ def _find(file: Path, name: str) -> tuple[Path, ast.AST]:
 
 @functools.cache
 def _names(file: Path) -> dict[str, ast.AST]:
-    """What a file defines and imports: classes, expressions of constants, and the statements of imports."""
+    """The names that a file defines and imports: classes, expressions of constants, and statements of imports."""
     names: dict[str, ast.AST] = {}
     tree = ast.parse(file.read_text(encoding="utf-8"))
     # Imports for type checkers are in a block of their own.

@@ -1,4 +1,4 @@
-"""What the models of a sweep learned, side by side: their generators, and their attention to a picture.
+"""Shows what the models of a sweep learned, side by side: generators, and attention to a picture.
 
 ComRoPE Table 8 and Figure 8, deviations and densities of the elements above the diagonal of the angle matrices, of all
 models of the sweep comrope_block_size:

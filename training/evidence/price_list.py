@@ -1,4 +1,4 @@
-"""What each trick of `models/fast` and `kernels` saves of a step, by switching it off.
+"""Measures what each trick of `models/fast` and `kernels` saves of a step, by switching it off.
 
     python training/evidence/price_list.py --output outputs/price.jsonl       # everything: an hour and a half
     python training/evidence/price_list.py --output outputs/price.jsonl --tricks "huge pages" --recipes liere8_training

@@ -44,6 +44,6 @@ class HeadShare:
         return whole.redistribute(placements=[Shard(axes[0])]).to_local()
 
     def call(self, local: nn.Module, module: nn.Module, *arguments: Any) -> Any:
-        """What `local`, which has the shapes of these heads, returns with the values of a module."""
+        """Calls `local`, which has the shapes of these heads, with the values of a module."""
         values = {name: self.take(value, local.get_parameter(name).shape) for name, value in module.named_parameters()}
         return torch.func.functional_call(local, values | dict(module.named_buffers()), arguments)

@@ -166,7 +166,7 @@ class PretrainedBlocks(PretrainedRope):
 
 
 def _choose_channels(maker: StateMaker, share: HeadShare) -> StateMaker:
-    """Of a module that makes queries or keys, the channels of this process's heads."""
+    """The channels of this process's heads, in a module that makes queries or keys."""
     # Multi-head latent attention has one head of keys, which stays whole.
     if maker.heads == (1,):
         return maker

@@ -40,7 +40,7 @@ ROTATION_ERROR, GRADIENT_ERROR = 1e-5, 1e-3
 
 
 def environment(settings: Settings) -> Iterator[str]:
-    """What `hf-liere env` prints."""
+    """Prints as `hf-liere env`."""
     if shutil.which("nvidia-smi"):
         query = "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm"
         yield "```text\n" + _run(["nvidia-smi", query, "--format=csv"]).strip() + "\n```\n"

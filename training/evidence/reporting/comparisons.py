@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def question(self) -> tuple[str, str, str | None, float | None]:
-        """What is asked of rows: those with equal questions share a column and, against one row, a sentence."""
+        """The question to rows: equal questions share a column and, against one row, a sentence."""
         return self.column, self.kind, self.metric, self.margin
 
     @property
@@ -154,7 +154,7 @@ def columns_of(table: Table) -> list[str]:
 
 
 def find_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Place]]:
-    """What an entry of `compare` names, each beside what it is compared with."""
+    """The places that an entry of `compare` names, each beside the one that it is compared with."""
     return row_pairs(entry, table) if "against" in entry else condition_pairs(entry, table)
 
 
@@ -237,7 +237,7 @@ def _tests(
 
 
 def _compared(cell: Cell, kind: str, goal: float | None) -> Hashable:
-    """What a test of this kind compares: equal for cells with the same results."""
+    """The values that a test of this kind compares: equal for cells with the same results."""
     if kind == "examples" and goal is not None:
         return tuple(examples_until(cell, goal))
     return cell.outcomes.values.tobytes()

@@ -151,7 +151,7 @@ def _means(some: list[Comparison], found: Comparisons, table: Table, names: Name
 
 
 def _change(before: str, after: str) -> str:
-    """Of two conditions, what differs and, in parentheses, what both have."""
+    """The difference of two conditions and, in parentheses, their common part."""
     old, new = ([part for part in each.split(", ") if part != AS_TRAINED] for each in (before, after))
     added, gone = [part for part in new if part not in old], [part for part in old if part not in new]
     title = f"With {', '.join(added)}" if added else f"Without {', '.join(gone)}"

@@ -65,7 +65,7 @@ class Cell:
 
     @cached_property
     def outcomes(self) -> Outcomes:
-        """What is compared: the metric, but the logarithm of a perplexity, which is the mean of losses."""
+        """The compared values: the metric, but the logarithm of a perplexity, which is the mean of losses."""
         runs: dict[Any, dict[Any, dict[str, Any]]] = defaultdict(dict)
         for result in self.results:
             runs[result["settings"].get("seed")][result["condition"].get("evaluation_seed")] = result
@@ -174,7 +174,7 @@ def arrange(results: list[dict[str, Any]]) -> Table:
 
 
 def identity(settings: dict[str, Any]) -> str:
-    """What tells a model from others of its sweep: its settings but for seeds."""
+    """The settings that tell a model from others of its sweep: all but seeds."""
     told = {name: value for name, value in settings.items() if name not in SEEDS and value is not None}
     return json.dumps(told, sort_keys=True)
 

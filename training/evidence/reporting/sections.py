@@ -250,7 +250,7 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
 
 
 def _duration(result: dict[str, Any]) -> str:
-    """Of the training; its flags may limit the steps instead of the epochs."""
+    """The length of the training; its flags may limit the steps instead of the epochs."""
     steps = result["run"].get("training", {}).get("max_steps", -1)
     return _count(steps, "step") if steps > 0 else _count(num_epochs(result), "epoch")
 

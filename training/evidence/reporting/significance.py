@@ -77,7 +77,7 @@ def _variance(means: np.ndarray) -> tuple[float, float]:
 
 
 def _shared_variances(means: np.ndarray) -> list[tuple[float, float]]:
-    """Those of draws and of examples, from means over seeds (draws, examples)."""
+    """The variances of draws and of examples, from means over seeds (draws, examples)."""
     return [_variance(means.mean(axis=1 - axis)) for axis in (0, 1) if means.shape[axis] > 1]
 
 

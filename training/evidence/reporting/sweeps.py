@@ -177,7 +177,7 @@ class Run:
 
     @property
     def conditions(self) -> list[dict[str, Any]]:
-        """Those that the model is evaluated under: those whose `rows`, if any, name it."""
+        """The conditions of the model's evaluation: those whose `rows`, if any, name it."""
         axes = [
             [
                 {name: value for name, value in entry.items() if name != ROWS}
@@ -334,7 +334,7 @@ def _history(folder: Path) -> list[list[float]]:
 
 
 def _read_examples(folder: Path, with_losses: bool, prefix: str = "") -> dict[str, Any]:
-    """What an evaluation left of single examples, or of samples and documents with several tokens, encoded."""
+    """The encoded records of single examples, or of samples and documents with several tokens."""
     arrays = load_file(folder / EXAMPLES_FILE) if (folder / EXAMPLES_FILE).is_file() else {}
     # Losses of samples and documents are few, and perplexities are compared by them.
     names = ("losses", "sizes", "right") if with_losses or f"{prefix}sizes" in arrays else ()

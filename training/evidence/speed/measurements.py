@@ -35,7 +35,7 @@ class Case:
         return [self.axis, self.value, dataclasses.asdict(self.settings), [row.name for row in self.rows]]
 
     def additions(self, row: Row) -> dict[str, str]:
-        """Those of [`ADDITIONS`] that a row that rotates has. Compiled graphs cache no rotations."""
+        """The [`ADDITIONS`] of a row that rotates. Compiled graphs cache no rotations."""
         missing = "added_first" if self.settings.compile else None
         return {name: phase for name, phase in ADDITIONS.items() if phase in phases_of(row) and name != missing}
 
