@@ -413,7 +413,6 @@ def test_several_numbers_after_a_field_are_a_list():
         (ModelArguments, "spins", ["1"], [1]),
         (ModelArguments, "spins", ["1", "2"], [1, 2]),
         (ModelArguments, "position_table_size", ["8", "8"], [8, 8]),
-        (ModelArguments, "folded_grids", ["[[7,7]]"], [[7, 7]]),
         (ModelArguments, "image_size", ["96"], 96),
         (TokensModelArguments, "position_table_size", ["16"], [16]),
         (TokensModelArguments, "position_origin", ["-1.5", "0", "2e-3"], [-1.5, 0, 2e-3]),
@@ -439,6 +438,7 @@ def test_values_that_a_flag_does_not_take(capsys):
         (["--hidden_size", "64", "wide"], "'wide' follows a flag that takes no further value"),
         (["--hidden_sise", "64"], "There is no flag '--hidden_sise'; the closest is 'hidden_size'"),
         (["--positon-encoding", "liere"], "There is no flag '--positon-encoding'; the closest is 'position_encoding'"),
+        (["--folded_grids", "[[7,7]]"], "There is no flag '--folded_grids'"),
         (["--zzz"], "There is no flag '--zzz'; --help and --help_all list what is accepted"),
     ):
         with pytest.raises(InputError, match=message):
