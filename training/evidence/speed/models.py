@@ -1,6 +1,6 @@
 """
-Models of equal size for benchmark_speed.py: ours, naive ones after the papers' pseudo-code, timm's, and ours with
-rotations of other packages.
+Models of equal size for benchmark_speed.py: ours, naive ones after the papers' pseudo-code, those of timm and
+transformers, and ours with rotations of other packages.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -40,7 +41,11 @@ SIZES = {
 UNROTATED = ("absolute", "none")
 # Encodings of the papers with pseudo-code, LieRE and ComRoPE.
 WITH_PSEUDO_CODE = ("axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
-TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
+# Models with code of their own throughout. `axial_rope` of transformers is DINOv3.
+OTHER_MODELS = {
+    "timm": {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"},
+    "transformers": {"absolute": "ViT", "axial_rope": "DINOv3ViT"},
+}
 NUM_LABELS = 1000
 MOST_GRAPHS = 1 << 12
 TUBELET_SIZE = 2
@@ -90,7 +95,8 @@ class Row:
     """
     A model by name: `liere8`, `comrope_ld16` (the number is the block size), `folded_liere8` (rotations folded for
     inference), `centred_liere8` (coordinates `centred_grid`), `naive_liere8` (papers' pseudo-code), `timm_rope_mixed`
-    (timm's model), `rope_mixed_by_timm` (our model with timm's rotations, see [`PEERS`]).
+    and `transformers_absolute` ([`OTHER_MODELS`]), `rope_mixed_by_timm` (our model with timm's rotations, see
+    [`PEERS`]).
     """
 
     name: str
@@ -106,18 +112,19 @@ class Row:
         one_size = tuple(encoding for encoding, traits in ENCODINGS.items() if not traits.block_sizes.varies)
         blockwise = tuple(encoding for encoding in ENCODINGS if encoding not in one_size)
         encodings = "|".join((*UNROTATED, *ENCODINGS))
-        match = re.fullmatch(rf"(?:(folded|centred|naive|timm)_)?({encodings})(\d+)?", name)
+        others = [f"{package}_{encoding}" for package, models in OTHER_MODELS.items() for encoding in models]
+        match = re.fullmatch(rf"(?:(folded|centred|naive|{'|'.join(OTHER_MODELS)})_)?({encodings})(\d+)?", name)
         if match is None:
             raise BenchmarkError(
                 f"{name!r} is not a model; accepted are {', '.join(UNROTATED + one_size)}, {', '.join(blockwise)} with "
                 f"or without a block size (liere64), rotating ones after folded_ or centred_, "
                 f"{', '.join(WITH_PSEUDO_CODE)} after naive_, and "
-                f"{', '.join(['timm_' + encoding for encoding in TIMM_MODELS] + list(PEERS))}."
+                f"{', '.join(others + list(PEERS))}."
             )
         kind, encoding, size = match[1] or "own", match[2], match[3]
         if size and encoding not in blockwise:
             raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
-        taken = {"naive": WITH_PSEUDO_CODE, "timm": TIMM_MODELS}.get(kind, ENCODINGS)
+        taken = {"naive": WITH_PSEUDO_CODE, **OTHER_MODELS}.get(kind, ENCODINGS)
         if kind != "own" and encoding not in taken:
             raise BenchmarkError(f"{name!r}: accepted are {encoding!r} and, after {kind}_, {', '.join(taken)}.")
         block_size = int(size) if size else None
@@ -141,7 +148,7 @@ class Row:
     @property
     def package(self) -> str | None:
         """The other package that computes its rotations, if any."""
-        return "timm" if self.kind == "timm" else PEERS[self.name].package if self.kind == "peer" else None
+        return self.kind if self.kind in OTHER_MODELS else PEERS[self.name].package if self.kind == "peer" else None
 
     @property
     def is_installed(self) -> bool:
@@ -212,7 +219,7 @@ def build_timm(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
 
     size = SIZES[settings.model_size]
     model = timm.create_model(
-        TIMM_MODELS[row.encoding],
+        OTHER_MODELS["timm"][row.encoding],
         img_size=settings.image_size,
         patch_size=settings.patch_size,
         embed_dim=size["hidden_size"],
@@ -226,6 +233,31 @@ def build_timm(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
     return model.to(settings.device, dtype)
 
 
+class WithHead(nn.Module):
+    """A backbone of transformers with a classifier of its pooled output, for models without a class for it."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.backbone, self.classifier = backbone, nn.Linear(backbone.config.hidden_size, NUM_LABELS)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.backbone(pixels).pooler_output)
+
+
+def build_transformers(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
+    name = OTHER_MODELS["transformers"][row.encoding]
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES[settings.model_size], "num_hidden_layers": settings.num_hidden_layers},
+        image_size=settings.image_size,
+        patch_size=settings.patch_size,
+        num_labels=NUM_LABELS,
+        attn_implementation=settings.attn_implementation,
+    )
+    model_class = getattr(transformers, f"{name}ForImageClassification", None)
+    model = WithHead(getattr(transformers, f"{name}Model")(config)) if model_class is None else model_class(config)
+    return model.to(settings.device, dtype)
+
+
 def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
     """
     A model as in practice: with weights in `dtype` for inference; for training with float32 weights if `dtype` is a
@@ -233,8 +265,8 @@ def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
     """
     torch.manual_seed(0)
     dtype = torch.float32 if training and settings.half else settings.torch_dtype
-    if row.kind == "timm":
-        model = build_timm(settings, row, dtype)
+    if row.kind in OTHER_MODELS:
+        model = {"timm": build_timm, "transformers": build_transformers}[row.kind](settings, row, dtype)
     else:
         model = build_own(settings, row, dtype, settings.attn_implementation, settings.num_hidden_layers)
     if row.kind == "folded":
@@ -286,10 +318,10 @@ def rotation_error(settings: Settings, row: Row) -> float | None:
     """
     Largest error of an entry of R(p)ᵀR(p′), which determines attention in any basis. The reference is the papers'
     pseudo-code or `hf_liere.plain`, in float64 with the same generators. Compares two layers, and every token p
-    with one other token p′, for inference in the dtype of `settings`. `None` for models without rotations, timm's, and
-    encodings of users, which have no reference.
+    with one other token p′, for inference in the dtype of `settings`. `None` for models without rotations, those of
+    other packages, and encodings of users, which have no reference.
     """
-    if row.encoding not in PLAIN_ENCODINGS or row.kind == "timm":
+    if row.encoding not in PLAIN_ENCODINGS or row.kind in OTHER_MODELS:
         return None
     torch.manual_seed(0)
     queries, keys = [], []

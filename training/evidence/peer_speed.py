@@ -1,0 +1,89 @@
+"""Compares the speed of whole models with what users would take instead: ViT and DINOv3 of transformers, ViTs of timm.
+
+    python training/evidence/peer_speed.py --output outputs/peers.jsonl     # ViT-S/16, 224 px, batch 8: 90 minutes
+
+A block is a step of transformers' ViT, two of the other model, and one of transformers' ViT (A X X A), in processor
+time of one thread. A step that is not counted warms the caches for each model. A ratio is the median over the blocks of
+X/A, with the 90% interval of the median by order statistics. The models take turns. The optimizer's step is excluded.
+Results are json lines; `--resume` goes on with an interrupted comparison.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from tqdm.auto import tqdm
+
+from training.evidence.price_list import CONFIDENCE
+from training.evidence.reporting.markdown import markdown
+from training.evidence.speed.intervals import estimate
+from training.evidence.speed.measurements import PHASES, Records, phases_of
+from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings, check_row
+from training.evidence.speed.runner import Runner, machine
+
+
+DEPTH = SIZES["small"]["num_hidden_layers"]
+MODEL = Settings("small", DEPTH, 8, 224, 16, None, "cpu", "float32", "sdpa", False)
+BASELINE = "transformers_absolute"
+ROWS = "transformers_axial_rope timm_absolute timm_rope_mixed absolute rope_mixed liere8 comrope_ld8".split()
+ROWS += [f"folded_{name}" for name in ROWS[-3:]]
+
+
+def measure_block(runners: dict[str, Runner]) -> list[float]:
+    """Seconds of the steps A, X, X, A."""
+    seconds = []
+    for name, steps in (("A", 1), ("X", 2), ("A", 1)):
+        runners[name].step()
+        seconds += [runners[name].seconds(1)["cpu"] for _ in range(steps)]
+    return seconds
+
+
+def table(lines: list[dict[str, Any]], names: list[str]) -> str:
+    rows = []
+    for name in names:
+        cells = [f"`{name}`"]
+        for phase in PHASES:
+            blocks = [line["seconds"] for line in lines if (line["row"], line["phase"]) == (name, phase)]
+            if not blocks:
+                cells.append("–")
+                continue
+            found = estimate([(x + y) / (a + b) for a, x, y, b in blocks], CONFIDENCE)
+            cells.append(f"{found.median:.3f} ({found.low:.3f} – {found.high:.3f})")
+        rows.append(cells)
+    return markdown(["model", *PHASES], rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="json lines")
+    parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
+    parser.add_argument("--rows", nargs="+", default=ROWS, metavar="MODEL", help="as of benchmark_speed.py")
+    parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = [Row.parse(name) for name in given.rows]
+    for row in rows:
+        check_row(MODEL, row)
+    records = Records(given.output, machine("cpu"), given.resume)
+    for phase in PHASES:
+        baseline = Runner(MODEL, Row.parse(BASELINE), phase)
+        others = {row.name: Runner(MODEL, row, phase) for row in rows if phase in phases_of(row)}
+        for block in tqdm(range(given.blocks), desc=phase, unit="block"):
+            for name, runner in others.items():
+                done = [line for line in records.lines if line.get("row") == name and line["phase"] == phase]
+                if len(done) <= block:
+                    records.add(row=name, phase=phase, seconds=measure_block({"A": baseline, "X": runner}))
+    print(table([line for line in records.lines if "row" in line], given.rows))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
