@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from matplotlib import ticker
 from tqdm.auto import tqdm
 
 from hf_liere import LieRETokensConfig, LieRETokensForSequenceClassification
@@ -132,8 +133,13 @@ def paint_growth(lines: list[dict[str, Any]]) -> Callable[[Any, dict], None]:
                 for (name, shown), colour, marker in zip(ROWS.items(), (theme["line"], *COLOURS), "xo^s"):
                     curve = found[grown, name]
                     legend = f"{shown}: {exponent(curve):.2f}"
-                    panel.plot(curve, [unit * y for y in curve.values()], marker, ls="-", color=colour, label=legend)
-                panel.loglog()
+                    panel.plot(
+                        list(curve), [unit * y for y in curve.values()], marker, ls="-", color=colour, label=legend
+                    )
+                panel.set(xscale="log", yscale="log")
+                panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+                panel.yaxis.set_major_formatter("{x:g}")
+                panel.yaxis.set_minor_formatter(ticker.NullFormatter())
                 panel.set_xticks(list(curve), map("{:,}".format, curve), minor=False)
                 panel.set_xticks([], minor=True)
                 panel.grid(alpha=0.3)
