@@ -73,7 +73,7 @@ bool with_small_blocks(const Shape& shape, Small small, Other other) {
 extern "C" {
 
 // Increase this, here and in cpu_interface.py, whenever arguments or block sizes change.
-int hf_liere_interface() { return 7; }
+int hf_liere_interface() { return 8; }
 
 // Page faults cost more than the writes to fresh memory.
 void hf_liere_prefer_huge_pages(void* memory, int64_t bytes) {
@@ -153,15 +153,7 @@ int hf_liere_rotate_planes(const Shape* shape, const Pair* states, const Pair* o
 int hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
                              int threads) {
     return with_state_type(*shape, [=](auto state) {
-        angle_gradients<false, decltype(state)>(*shape, *gradients, *states, *out, nullptr, nullptr, threads);
-        return true;
-    });
-}
-
-int hf_liere_planes_backward(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
-                             const Pair* back, const Shared* cos_sin, int threads) {
-    return with_state_type(*shape, [=](auto state) {
-        angle_gradients<true, decltype(state)>(*shape, *gradients, *states, *out, back, cos_sin, threads);
+        angle_gradients<decltype(state)>(*shape, *gradients, *states, *out, threads);
         return true;
     });
 }
@@ -177,21 +169,6 @@ int hf_liere_commuting_backward(const Shape* shape, const Pair* gradients, const
         return commuting_backward<std::remove_pointer_t<decltype(rows)>>(
             *shape, *gradients, *states, *out, *back, *cos_sin, *phases, group, frequencies, sums, threads);
     });
-}
-
-int hf_liere_reduce_angles(int64_t count, const double* angles, float* out, int threads) {
-    reduce_angles(count, angles, out, threads);
-    return true;
-}
-
-int hf_liere_interleave(int64_t count, const float* cos, const float* sin, float* out, int threads) {
-    interleave(count, cos, sin, out, threads);
-    return true;
-}
-
-int hf_liere_cos_sin_backward(int64_t count, const float* gradients, const float* cos_sin, double* out, int threads) {
-    cos_sin_backward(count, gradients, cos_sin, out, threads);
-    return true;
 }
 
 }  // extern "C"

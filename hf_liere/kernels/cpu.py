@@ -48,16 +48,6 @@ def angle_gradients(gradients: Tensors, rotated: Tensors, shape: torch.Size) -> 
     return _sums(2, "angle_gradients", gradients, rotated, shape)
 
 
-def planes_backward(gradients: Tensors, rotated: Tensors, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """
-    As [`rotation_gradients.planes_backward`]: [`apply_rotation`] of the gradients by the inverse and
-    [`angle_gradients`], in one pass with 3/4 of the bytes.
-    """
-    cos_sin, back = _contiguous_blocks(cos_sin), _results_like(gradients)
-    sums = _sums(2, "planes_backward", gradients, rotated, cos_sin.shape, _pair(back), _shared(cos_sin))
-    return *back, sums
-
-
 def commuting_backward(
     gradients: Tensors, rotated: Tensors, cos_sin: torch.Tensor, frequencies: torch.Tensor, phases: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -73,23 +63,6 @@ def commuting_backward(
     parts = sums.sum(0).sum_to_size(shared, 2, blocks, numbers // 2).unflatten(-1, (2, -1))
     (a, c), (b, d) = (part.unbind(-2) for part in parts.unbind(1))  # (1 or H, blocks, pairs) each
     return *back, by_cos_sin, a, b, c, d
-
-
-def cos_sin(angles: torch.Tensor) -> torch.Tensor:
-    """As [`closed_forms.cos_sin`] of float64 angles, in float32."""
-    angles = angles.contiguous()
-    reduced, out = _empty(*angles.shape), _empty(*angles.shape, 2)
-    _call(2, "reduce_angles", angles.numel(), angles, reduced)
-    _call(2, "interleave", angles.numel(), reduced.cos(), reduced.sin(), out)
-    return out
-
-
-def cos_sin_backward(gradient: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of float64 angles from that of [`cos_sin`] and its result."""
-    gradient = gradient.to(torch.float32).contiguous()
-    angles = torch.empty(cos_sin.shape[:-1], dtype=torch.float64, device="cpu")
-    _call(2, "cos_sin_backward", angles.numel(), gradient, cos_sin, angles)
-    return angles
 
 
 def outer_products(

@@ -7,7 +7,7 @@ import torch
 
 
 # Must equal the version in cpu.cpp.
-INTERFACE = 7
+INTERFACE = 8
 # Blocks up to the first size are padded if necessary. Sizes between the two are not supported: padded to the second,
 # they are slower than plain operations.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
@@ -67,7 +67,6 @@ _POWERS, _RAYS, _STATES, _TURNED, _SHARED = (
     [ctypes.POINTER(structure) for structure in structures]
     for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared), (Pair, Shared), (Shared,))
 )
-_ANGLES = [ctypes.c_int64, Values, Values]
 _QUATERNIONS = [ctypes.POINTER(Sizes), ctypes.c_int64, Values, Values]
 # Arguments of each kernel before the last one, the number of threads. Kernels return whether memory sufficed.
 _KERNELS: dict[str, list] = {
@@ -80,11 +79,7 @@ _KERNELS: dict[str, list] = {
     "rotate_planes": [*_STATES, ctypes.c_int],
     "outer_products": [*_STATES, *_SHARED],
     "angle_gradients": _STATES,
-    "planes_backward": [*_STATES, *_TURNED],
     "commuting_backward": [*_STATES, *_TURNED, *_SHARED, ctypes.c_int64, Values, Values],
-    "reduce_angles": _ANGLES,
-    "interleave": [*_ANGLES, Values],
-    "cos_sin_backward": [*_ANGLES, Values],
 }
 ARGUMENTS = {f"hf_liere_{name}": [*arguments, ctypes.c_int] for name, arguments in _KERNELS.items()}
 ARGUMENTS["hf_liere_prefer_huge_pages"] = [Values, ctypes.c_int64]

@@ -88,82 +88,28 @@ void rotate_planes(const Shape& shape, const Pair& states, const Pair& out, cons
     }
 }
 
-// cpu.angle_gradients, one token and head at a time. With ROTATE cpu.planes_backward: the gradients are also rotated back,
-// as by rotate_planes with the inverse, while they are in registers, and each sum g becomes (−g sin, g cos).
-template <bool ROTATE, typename State>
-void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
-                     const Pair* back, const Shared* cos_sin, int threads) {
+// cpu.angle_gradients, one token and head at a time.
+template <typename State>
+void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out, int threads) {
     const int64_t samples = shape.samples(), width = shape.width();
-    const Channels signs = alternating(1);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t work = 0; work < shape.rotations(); ++work) {
         const Place place(work, shape);
         const int64_t first = place.first, head = place.head, token = place.token;
         float* target = out.at(first, head, token);
-        const float* angles = ROTATE ? cos_sin->at(first, head, token) : nullptr;
         for_channels(width, [=, &gradients, &states](int64_t i, int count) INLINED {
-            Channels products = {}, angle = {}, cos = {}, sin = {};
-            if constexpr (ROTATE) {
-                angle = load_channels(angles + i, count);
-                cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
-            }
+            Channels products = {};
             for (int64_t sample = first; sample < first + samples; ++sample)
                 for (int which = 0; which < shape.states; ++which) {
-                    const State* source = gradients.at<State>(which, sample, head, token) + i;
+                    const State* gradient = gradients.at<State>(which, sample, head, token) + i;
                     const State* state = states.at<State>(which, sample, head, token) + i;
-                    __builtin_prefetch(source + AHEAD);
+                    __builtin_prefetch(gradient + AHEAD);
                     __builtin_prefetch(state + AHEAD);
-                    const auto gradient = load_channels(source, count), swapped = pairwise<1, 0>(gradient);
-                    products += swapped * load_channels(state, count);
-                    if constexpr (ROTATE)
-                        store_channels(back->at<State>(which, sample, head, token) + i, gradient * cos + swapped * sin,
-                                       count);
+                    products += pairwise<1, 0>(load_channels(gradient, count)) * load_channels(state, count);
                 }
-            if constexpr (ROTATE) {
-                const Channels by_angle = pairwise<0, 0>(products) - pairwise<1, 1>(products);
-                store_channels(target + i, by_angle * tangent(angle), count);
-            } else {
-                for (int plane = 0; plane < count / 2; ++plane)
-                    target[i / 2 + plane] = products[2 * plane] - products[2 * plane + 1];
-            }
+            for (int plane = 0; plane < count / 2; ++plane)
+                target[i / 2 + plane] = products[2 * plane] - products[2 * plane + 1];
         });
-        if constexpr (ROTATE) pass_on<State>(shape, gradients, *back, place);
-    }
-}
-
-// cpu.cos_sin, the subtraction of whole revolutions: a − 2π round(a / 2π), rounded as PyTorch does.
-inline void reduce_angles(int64_t count, const double* angles, float* out, int threads) {
-    constexpr double REVOLUTION = 6.283185307179586;
-    constexpr int64_t AT_ONCE = 512;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t start = 0; start < count; start += AT_ONCE) {
-        const int64_t length = std::min(AT_ONCE, count - start);
-        // Compilers would fuse the product and the difference of a single loop into one rounding.
-        double whole[AT_ONCE];
-        for (int64_t i = 0; i < length; ++i) whole[i] = std::rint(angles[start + i] / REVOLUTION) * REVOLUTION;
-        for (int64_t i = 0; i < length; ++i) out[start + i] = static_cast<float>(angles[start + i] - whole[i]);
-    }
-}
-
-// cpu.cos_sin, the last step.
-inline void interleave(int64_t count, const float* cos, const float* sin, float* out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < count; ++i) out[2 * i] = cos[i], out[2 * i + 1] = sin[i];
-}
-
-// cpu.cos_sin_backward, each product rounded as PyTorch does.
-inline void cos_sin_backward(int64_t count, const float* gradients, const float* cos_sin, double* out, int threads) {
-    constexpr int64_t AT_ONCE = 512;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t start = 0; start < count; start += AT_ONCE) {
-        const int64_t length = std::min(AT_ONCE, count - start);
-        const float *gradient = gradients + 2 * start, *angle = cos_sin + 2 * start;
-        float products[2 * AT_ONCE];
-        for (int64_t i = 0; i < length; ++i) {
-            products[2 * i] = gradient[2 * i] * -angle[2 * i + 1];
-            products[2 * i + 1] = gradient[2 * i + 1] * angle[2 * i];
-        }
-        for (int64_t i = 0; i < length; ++i) out[start + i] = products[2 * i] + products[2 * i + 1];
     }
 }
 

@@ -1,6 +1,5 @@
 """The kernels for CPUs: when they are used and when not, and what they refuse."""
 
-import contextlib
 import os
 import sys
 
@@ -15,7 +14,6 @@ from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.closed_forms import cos_sin
-from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import derivative_coefficients, product_indices
 from hf_liere.models.fast.rotation_gradients import commuting_backward, rotate_backward
 from hf_liere.models.fast.scaling_and_squaring import RayTokens, num_saved
@@ -157,20 +155,6 @@ def test_mirrored_rays(every_library, grid, size):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 2, 5, 11, 2), (1, 1, 5, 11, 2), (3, 2, 5, 8, 2)])
-def test_one_pass_gives_what_two_give(every_library, shape, dtype):
-    rotation = torch.randn(shape)
-    gradients, states = ([among_others(torch.randn(3, 2, 5, 23).to(dtype)) for _ in "qk"] for _ in range(2))
-    *back, by_cos_sin = cpu_kernels.planes_backward(gradients, states, rotation)
-    for ours, expected in zip(back, cpu_kernels.apply_rotation(gradients, rotation, inverse=True), strict=True):
-        assert torch.equal(ours, expected)
-    by_angle, (cos, sin) = cpu_kernels.angle_gradients(gradients, states, shape[:4]), rotation.unbind(-1)
-    # Sums over heads that share a rotation are rounded before the product or after it.
-    torch.testing.assert_close(by_cos_sin, torch.stack([-sin * by_angle, cos * by_angle], -1), rtol=1e-6, atol=1e-5)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2, 5, 5, 4, 4), (1, 1, 5, 2, 8, 8), (5, 2, 5, 2, 8, 8), (1, 2, 5, 2, 11, 11)])
 def test_gradients_of_blocks(every_library, shape, dtype):
     """Against the plain operations in float64."""
@@ -210,24 +194,12 @@ def test_gradients_of_commuting_generators(every_library, size, scale, shared):
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-6 * exact.abs().max().item())
 
 
-@needs_kernels
 @pytest.mark.parametrize("scale", [1.0, 1e6])
-def test_cos_and_sin_have_the_bits_of_plain_operations(every_library, scale):
+def test_cos_and_sin_of_many_revolutions(scale):
     angles = scale * torch.randn(5, 3, 400, dtype=torch.float64).transpose(0, 1)
-    weight, results = torch.randn(3, 5, 400, 2), []
-    for context in (contextlib.nullcontext(), plain_operations()):
-        with context:
-            given = angles.clone().requires_grad_()
-            found = cos_sin(given)
-            results.append((found, *torch.autograd.grad((found * weight).sum(), given)))
-    assert all(torch.equal(ours, plain) for ours, plain in zip(*results, strict=True))
     exact = torch.stack([angles.cos(), angles.sin()], dim=-1)
     # float32 rounding; whole revolutions of 1e6 are off by 1e-10.
-    torch.testing.assert_close(results[0][0].double(), exact, rtol=0, atol=4e-7)
-    with pytest.raises(RuntimeError, match="first derivative only"):
-        given = angles.clone().requires_grad_()
-        (first,) = torch.autograd.grad(cos_sin(given).sum(), given, create_graph=True)
-        torch.autograd.grad(first.sum(), given)
+    torch.testing.assert_close(cos_sin(angles).double(), exact, rtol=0, atol=4e-7)
 
 
 @needs_kernels

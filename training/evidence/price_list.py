@@ -173,11 +173,7 @@ TRICKS = {
     "kernel of tangents": Trick(DENSE, (cpu.block_tangents,), (), off_kernels("block_tangents")),
     "kernel of moments": Trick(DENSE, (cpu.moments_gradient,), (), off_kernels("moments_gradient")),
     "kernel of outer products": Trick(DENSE, (cpu.outer_products,), (), off_kernels("outer_products")),
-    "kernel of cos and sin": Trick(
-        PLANES, (cpu.cos_sin, cpu.cos_sin_backward), (), off_kernels("cos_sin", "cos_sin_backward")
-    ),
-    "kernel of planes, backward": Trick(("rope_mixed",), (cpu.planes_backward,), (), off_kernels("planes_backward")),
-    "kernel of angles": Trick(PLANES, (cpu.angle_gradients,), (), off_kernels("angle_gradients")),
+    "kernel of angles": Trick(("rope_mixed",), (cpu.angle_gradients,), (), off_kernels("angle_gradients")),
     "kernel of commuting generators, backward": Trick(
         ("comrope_ld8",), (cpu.commuting_backward,), ("commuting.h",), off_kernels("commuting_backward")
     ),

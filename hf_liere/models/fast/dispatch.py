@@ -75,9 +75,9 @@ def register_backend(device_type: str, backend: ModuleType) -> None:
     Args:
         backend: Has `NAME`, for reports; `SWITCH`, an environment variable that turns it off with 0;
             `refusal(tensor, dtype, block_size)`, the reason why it does not take such tensors, or `None`; and some of
-            the functions `apply_rotation`, `angle_gradients`, `outer_products`, `planes_backward` and
-            `commuting_backward` (several in one pass), `cos_sin` and `cos_sin_backward`, `block_rotations`,
-            `block_tangents`, `moments_gradient`, `quaternion_rotations` and `quaternion_gradients`.
+            the functions `apply_rotation`, `angle_gradients`, `outer_products`, `commuting_backward` (several in one
+            pass), `block_rotations`, `block_tangents`, `moments_gradient`, `quaternion_rotations` and
+            `quaternion_gradients`.
     """
     _BACKENDS[device_type] = backend
 

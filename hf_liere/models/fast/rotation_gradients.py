@@ -43,9 +43,6 @@ def blocks_backward(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Ten
 
 def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Gradients of the states, and those of cos and sin: [`angle_gradients`] along (−sin, cos)."""
-    if backend := find_backend("planes_backward", rotated[0], 2):
-        *rotated_back, cos_sin_gradient = backend.planes_backward(gradients, rotated, cos_sin)
-        return *rotated_back, cos_sin_gradient.to(cos_sin.dtype)
     by_angle = angle_gradients(gradients, rotated, cos_sin)
     return *apply_rotation(gradients, cos_sin, inverse=True), _along_circle(by_angle, cos_sin)
 
