@@ -1,11 +1,11 @@
 """Compares the speed of whole models with what users would take instead: ViT and DINOv3 of transformers, ViTs of timm.
 
-    python training/evidence/peer_speed.py --output outputs/peers.jsonl     # ViT-S/16, 224 px, batch 8: 90 minutes
+    python training/evidence/peer_speed.py --output outputs/peers.jsonl     # ViT-S/16, 224 px, batch 8: an hour
 
 A block is a step of transformers' ViT, two of the other model, and one of transformers' ViT (A X X A), in processor
-time of one thread. A step that is not counted warms the caches for each model. A ratio is the median over the blocks of
-X/A, with the 90% interval of the median by order statistics. The models take turns. The optimizer's step is excluded.
-Results are json lines; `--resume` goes on with an interrupted comparison.
+time of one thread. A ratio is the median over the blocks of X/A, with the 90% interval of the median by order
+statistics. The models take turns. The optimizer's step is excluded. Results are json lines; `--resume` goes on with an
+interrupted comparison.
 """
 
 import argparse
@@ -32,15 +32,6 @@ MODEL = Settings("small", DEPTH, 8, 224, 16, None, "cpu", "float32", "sdpa", Fal
 BASELINE = "transformers_absolute"
 ROWS = "transformers_axial_rope timm_absolute timm_rope_mixed absolute rope_mixed liere8 comrope_ld8".split()
 ROWS += [f"folded_{name}" for name in ROWS[-3:]]
-
-
-def measure_block(runners: dict[str, Runner]) -> list[float]:
-    """Seconds of the steps A, X, X, A."""
-    seconds = []
-    for name, steps in (("A", 1), ("X", 2), ("A", 1)):
-        runners[name].step()
-        seconds += [runners[name].seconds(1)["cpu"] for _ in range(steps)]
-    return seconds
 
 
 def table(lines: list[dict[str, Any]], names: list[str]) -> str:
@@ -73,11 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
     for phase in PHASES:
         baseline = Runner(MODEL, Row.parse(BASELINE), phase)
         others = {row.name: Runner(MODEL, row, phase) for row in rows if phase in phases_of(row)}
+        for runner in (baseline, *others.values()):
+            runner.step()
         for block in tqdm(range(given.blocks), desc=phase, unit="block"):
             for name, runner in others.items():
                 done = [line for line in records.lines if line.get("row") == name and line["phase"] == phase]
                 if len(done) <= block:
-                    records.add(row=name, phase=phase, seconds=measure_block({"A": baseline, "X": runner}))
+                    seconds = [each.seconds(1)["cpu"] for each in (baseline, runner, runner, baseline)]
+                    records.add(row=name, phase=phase, seconds=seconds)
     print(table([line for line in records.lines if "row" in line], given.rows))
     return 0
 
