@@ -39,5 +39,7 @@ def test_a_list_goes_on(tmp_path, capsys, monkeypatch):
         price_list.main(command)
     assert price_list.main([*command, "--resume", "--tricks", "huge pages", "cache of rotations"]) == 0
     table = capsys.readouterr().out
-    assert len(re.findall(r"\| cache of rotations \| \d+ \| yes \| liere8_inference ", table)) == 1
+    row = r"\| cache of rotations \| \d+ \| last \| 1 \| liere8 inference -?\d+\.\d% \(.* – .*%\) \| – \|"
+    assert len(re.findall(row, table)) == 1
+    assert price_list.main([*command, "--show"]) == 0 and table.endswith(capsys.readouterr().out)
     assert len((tmp_path / "price.jsonl").read_text().splitlines()) == 3

@@ -12,7 +12,6 @@ are json lines; `--resume` goes on.
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 import sys
@@ -33,7 +32,7 @@ from training.common.heap import keep_freed_memory
 from training.evidence.pictures import FIGURES
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.clocks import measure_seconds
-from training.evidence.speed.measurements import Records
+from training.evidence.speed.measurements import Records, read_lines
 from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings
 from training.evidence.speed.runner import Runner, machine, peak_cpu_allocation
 
@@ -162,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     if given.draw:
-        lines = list(map(json.loads, given.output.read_text(encoding="utf-8").splitlines()))
+        lines = read_lines(given.output)
         for theme, picture in draw(paint_growth(lines), 10, 5.6).items():
             (FIGURES / f"growth_{theme}.svg").write_text(picture, encoding="utf-8")
     else:

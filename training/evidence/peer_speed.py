@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from training.evidence.price_list import CONFIDENCE
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.intervals import estimate
-from training.evidence.speed.measurements import PHASES, Records, phases_of
+from training.evidence.speed.measurements import PHASES, Records, phases_of, read_lines
 from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings, check_row
 from training.evidence.speed.runner import Runner, machine
 
@@ -34,9 +34,9 @@ ROWS = "transformers_axial_rope timm_absolute timm_rope_mixed absolute rope_mixe
 ROWS += [f"folded_{name}" for name in ROWS[-3:]]
 
 
-def table(lines: list[dict[str, Any]], names: list[str]) -> str:
+def table(lines: list[dict[str, Any]]) -> str:
     rows = []
-    for name in names:
+    for name in dict.fromkeys(line["row"] for line in lines):
         cells = [f"`{name}`"]
         for phase in PHASES:
             blocks = [line["seconds"] for line in lines if (line["row"], line["phase"]) == (name, phase)]
@@ -55,7 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="MODEL", help="as of benchmark_speed.py")
     parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
+    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of an output that exists")
     given = parser.parse_args(arguments)
+    if given.show:
+        print(table([line for line in read_lines(given.output) if "row" in line]))
+        return 0
     torch.set_num_threads(1)
     rows = [Row.parse(name) for name in given.rows]
     for row in rows:
@@ -72,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if len(done) <= block:
                     seconds = [each.seconds(1)["cpu"] for each in (baseline, runner, runner, baseline)]
                     records.add(row=name, phase=phase, seconds=seconds)
-    print(table([line for line in records.lines if "row" in line], given.rows))
+    print(table([line for line in records.lines if "row" in line]))
     return 0
 
 

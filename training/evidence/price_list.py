@@ -5,12 +5,14 @@
 
 Every trick is measured last: everything else stays on. With `--alone` it is measured first: nothing else is on. A block
 is a step without the trick, two with it, and one without it (A X X A), in processor time of one thread, in one process
-and with one model. What the trick saves is 1 − X/A of a block; the table has the median over the blocks, the 90%
-interval of the median by order statistics, and the lines of code that would go. Lines of C++ are those of headers that
-serve the trick alone.
+and with one model. What the trick saves is 1 − X/A of a block; the table has the medians over the blocks with their 90%
+intervals by order statistics, and the lines of code that would go. Lines of C++ are those of headers that serve the
+trick alone.
 
 A trick pays if the upper end of its interval reaches 1% in some recipe. Results are json lines; `--resume` goes on with
-an interrupted list.
+an interrupted list, and `--show` prints the table of an existing one:
+
+    python training/evidence/price_list.py --output training/evidence/speed/records/price_list.jsonl --show
 """
 
 import argparse
@@ -34,8 +36,9 @@ from hf_liere.kernels import cpu
 from hf_liere.models.encoding import positions, projections, rotation_cache
 from hf_liere.models.fast import closed_forms, exponential_gradient, quaternions, scaling_and_squaring
 from hf_liere.models.fast.dispatch import plain_operations
+from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.intervals import estimate
-from training.evidence.speed.measurements import PHASES, Records
+from training.evidence.speed.measurements import PHASES, Records, read_lines
 from training.evidence.speed.models import BenchmarkError, Row, Settings
 from training.evidence.speed.runner import Runner, machine
 
@@ -207,18 +210,22 @@ def measure(recipe: str, trick: str, alone: bool, blocks: int) -> list[list[floa
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """One row for each trick: lines, and what it saves in every recipe in which it was measured."""
-    rows = ["| trick | lines | last | saves of a step |", "|---|---:|---|---|"]
-    for alone in (False, True):
-        for name, trick in TRICKS.items():
-            found = [result for result in results if (result["trick"], result["alone"]) == (name, alone)]
-            said = []
-            for result in found:
-                saved = estimate([1 - (x + y) / (a + b) for a, x, y, b in result["seconds"]], CONFIDENCE)
-                said.append(f"{result['recipe']} {saved.median:.1%} ({saved.low:.1%} – {saved.high:.1%})")
-            if said:
-                rows.append(f"| {name} | {trick.lines()} | {'no' if alone else 'yes'} | {'; '.join(said)} |")
-    return "\n".join(rows)
+    """One row for each trick: its lines, and the recipes in which it saves most and least, by the medians."""
+    rows = []
+    for name, alone in dict.fromkeys((result["trick"], result["alone"]) for result in results):
+        found = [result for result in results if (result["trick"], result["alone"]) == (name, alone)]
+        savings = [
+            (estimate([1 - (x + y) / (a + b) for a, x, y, b in result["seconds"]], CONFIDENCE), result["recipe"])
+            for result in found
+        ]
+        cells = [
+            f"{recipe.replace('_', ' ')} {saved.median:.1%} ({100 * saved.low:.1f} – {saved.high:.1%})"
+            for saved, recipe in (max(savings), min(savings))
+        ]
+        most, least = cells if len(savings) > 1 else (cells[0], "–")
+        measured = "alone" if alone else "last"
+        rows.append([name, str(found[0]["lines"]), measured, str(len(savings)), most, least])
+    return markdown(["trick", "lines", "measured", "recipes", "saves most", "saves least"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -229,7 +236,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
     parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
     parser.add_argument("--alone", action="store_true", help="with nothing else on")
+    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of an output that exists")
     given = parser.parse_args(arguments)
+    if given.show:
+        print(table([line for line in read_lines(given.output) if "trick" in line]))
+        return 0
     torch.set_num_threads(1)
     records = Records(given.output, machine("cpu"), given.resume)
     known = {(line["recipe"], line["trick"], line["alone"]) for line in records.lines if "trick" in line}
@@ -241,7 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     for recipe, trick in tqdm(pairs, unit="pair"):
         seconds = measure(recipe, trick, given.alone, given.blocks)
-        records.add(recipe=recipe, trick=trick, alone=given.alone, seconds=seconds)
+        lines = TRICKS[trick].lines()
+        records.add(recipe=recipe, trick=trick, alone=given.alone, lines=lines, seconds=seconds)
     print(table([line for line in records.lines if "trick" in line]))
     return 0
 

@@ -40,6 +40,12 @@ class Case:
         return {name: phase for name, phase in ADDITIONS.items() if phase in phases_of(row) and name != missing}
 
 
+def read_lines(path: Path) -> list[dict]:
+    """The complete lines: the last one is cut if the machine stopped while writing it."""
+    complete = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+    return [json.loads(line) for line in complete]
+
+
 class Records:
     """
     Measurements, each appended to `path` as a json line immediately.
@@ -58,10 +64,8 @@ class Records:
         if resume:
             if not path.is_file():
                 raise BenchmarkError(f"--resume: {path} does not exist.")
-            # The last line is incomplete if the machine stopped while writing it.
-            complete = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
-            self.lines = [json.loads(line) for line in complete]
-            path.write_text("".join(complete), encoding="utf-8")
+            self.lines = read_lines(path)
+            path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
             found = self.lines[0]["machine"] if self.lines else header
             for name in header:
                 if found.get(name) != header[name]:
