@@ -3,6 +3,7 @@ Figures of results that pages and cards quote stand in a record of this reposito
 the record has the figure as it is quoted.
 """
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ RECORDS = (
     *CHECKPOINTS,
     *(TRAINING / "data" / f"{task}.py" for task in ("arrows", "bodies", "pointers", "poses")),
 )
+MEASURED = TRAINING / "evidence" / "speed" / "records"
 PAPERS = yaml.safe_load((TRAINING / "evidence" / "paper_results.yaml").read_text(encoding="utf-8"))
 EXPERIMENTS = yaml.safe_load((TRAINING / "evidence" / "paper_experiments.yaml").read_text(encoding="utf-8"))
 CARDS = sorted((ROOT / "model_cards").glob("*.yaml"))
@@ -109,7 +111,21 @@ def test_figures_of_speed_stand_under_their_command():
     text = SPEED.read_text(encoding="utf-8")
     for part in re.split(r"^## ", text, flags=re.MULTILINE):
         if quoted(re.sub(r"^```.*?^```$", "", part, flags=re.MULTILINE | re.DOTALL)):
-            assert re.search(r"benchmark_speed\.py --table \w+|`--table \w+", part), part[:60]
+            commands = (
+                r"benchmark_speed\.py --table \w+|`--table \w+|(price_list|peer_speed|growth|whole_job)\.py --output"
+            )
+            assert re.search(commands, part), part[:60]
+
+
+@pytest.mark.parametrize("script, option", [("price_list", "--show"), ("growth", "--draw")])
+def test_tables_of_stored_records_are_on_the_page(script, option, capsys, monkeypatch, tmp_path):
+    module, text = importlib.import_module(f"training.evidence.{script}"), SPEED.read_text(encoding="utf-8")
+    monkeypatch.setattr(module, "FIGURES", tmp_path, raising=False)
+    assert module.main(["--output", str(MEASURED / f"{script}.jsonl"), option]) == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    # The page leaves out one column of the price list.
+    rows = [row[3:] if script == "price_list" else row for row in rows]
+    assert rows and [row for row in rows if " | ".join(row) + " |" not in text] == []
 
 
 def test_unbacked_figures_are_found():
