@@ -117,7 +117,7 @@ def test_figures_of_speed_stand_under_their_command():
             assert re.search(commands, part), part[:60]
 
 
-@pytest.mark.parametrize("script, option", [("price_list", "--show"), ("growth", "--draw")])
+@pytest.mark.parametrize("script, option", [("price_list", "--show"), ("peer_speed", "--show"), ("growth", "--draw")])
 def test_tables_of_stored_records_are_on_the_page(script, option, capsys, monkeypatch, tmp_path):
     module, text = importlib.import_module(f"training.evidence.{script}"), SPEED.read_text(encoding="utf-8")
     monkeypatch.setattr(module, "FIGURES", tmp_path, raising=False)
