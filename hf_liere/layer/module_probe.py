@@ -3,18 +3,21 @@ Which channels any implementation of RoPE rotates, and with which frequencies: f
 never by the name of a class. `models/patched` does so for Transformers models, whose modules say more of themselves.
 """
 
+import contextlib
+import copy
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..models.probing.planes import STYLES, Pairs, Planes, channel_pairs
-from .float32_bits import nearest_float32, rounded_cos_sin
-from .isolation import TensorSizes, copy_module
 
 
 # Positions on one axis, each at most twice the one before, so that angles are known without whole revolutions.
@@ -23,6 +26,8 @@ DYADIC = [2.0**power for power in range(-8, 12)]
 LONG, SHORT = ([2.0**power for power in range(last)] for last in (12, 6))
 # How many numbers of a tensor longer sequences may take.
 LARGEST = 2**24
+# How far the nearest float32 number to a measured frequency may be off, in units of the last place.
+NEIGHBOURS = sorted(range(-8, 9), key=abs)
 
 Pairing = str | Sequence[tuple[int, int]] | None
 # cos and sin, (layers or 1, heads or 1, N, planes) each, and the two channels of every plane.
@@ -47,6 +52,18 @@ class NotARotation(ValueError):
 
 class DependsOnLength(NotARotation):
     """It does at one length, so that no other way to call it would be right."""
+
+
+class TensorSizes(TorchDispatchMode):
+    """Remembers how large the largest tensor is that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.largest = max([self.largest, *made])
+        return result
 
 
 @torch.no_grad()
@@ -102,12 +119,14 @@ def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) 
         for step, angle in zip(steps.double(), angles.unbind(2)):
             revolutions = ((frequency * step - angle) / (2 * math.pi)).round()
             frequency = (angle + 2 * math.pi * revolutions) / step
-        found.append((frequency, nearest_float32(frequency, steps, cos, sin)))
+        found.append((frequency, _to_float32(frequency, steps, cos, sin)))
     exact, rounded = (torch.stack(values) for values in zip(*found))  # (A, layers, heads, planes) each
     if unused := (exact.flatten(1).abs().amax(1) == 0).nonzero().flatten().tolist():
         raise NotARotation(f"it does not rotate with axis {unused[0]}")
     near = place[-len(drawn) :]
-    same = torch.cat([(x == y[:, :, near]).flatten() for x, y in zip(rounded_cos_sin(drawn, rounded), measured)])
+    # Sums in the order of the axes: (layers, heads, N, planes).
+    sums: Any = sum(p[:, None] * f.unsqueeze(-2) for p, f in zip(drawn.unbind(-1), rounded))
+    same = torch.cat([(x == y[:, :, near]).flatten() for x, y in zip((sums.cos(), sums.sin()), measured)])
     planes = Planes(exact, pairs)
     _check_angles(positions, measured, planes, steps[-1])
     _check_lengths(read, positions, measured, planes, steps[-1], sizes)
@@ -119,6 +138,17 @@ def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) 
         first = frequencies.narrow(dim, 0, 1)
         frequencies = first if (frequencies == first).all() else frequencies
     return replace(planes, frequencies=frequencies), is_rounded
+
+
+def _to_float32(frequency: torch.Tensor, steps: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The float32 number near a frequency whose cos and sin at most steps have the measured bits."""
+    nearest = frequency.float()  # (layers, heads, planes)
+    bits = nearest.view(torch.int32)
+    candidates = torch.stack([(bits + offset).view(torch.float32) for offset in NEIGHBOURS])
+    candidates = candidates.where(nearest != 0, nearest)  # (neighbours, layers, heads, planes)
+    angles = candidates.unsqueeze(-2) * steps.unsqueeze(-1)  # (neighbours, layers, heads, T, planes)
+    same = ((angles.cos() == cos).float() + (angles.sin() == sin)).sum(-2)  # (neighbours, layers, heads, planes)
+    return candidates.gather(0, same.argmax(0, keepdim=True)).squeeze(0)
 
 
 def _check_angles(
@@ -203,14 +233,7 @@ _FORMS: dict[str, Callable] = {
 
 
 class _Call(NamedTuple):
-    """
-    One form of a module's arguments.
-
-    Attributes:
-        shape, dtype: Of positions, from (N, A).
-        layout: Of states, from (1, H, N, head_dim).
-        form: Which of [`_FORMS`].
-    """
+    """A form of a module's arguments, one of [`_FORMS`]: of (N, A) positions, and of (1, H, N, head_dim) states."""
 
     module: Callable
     sizes: Sizes
@@ -282,17 +305,16 @@ def _read_grid(module: Any, sizes: Sizes) -> tuple[list[float], Reader]:
         places = torch.zeros(len(positions), dtype=torch.long)
         for size, index in zip(shape, positions.long().unbind(-1)):
             places = places * size + index
-        return _read_table(copy_module(module, {}).get_embed(shape), math.prod(shape), sizes, pairing, places)
+        cos, sin, pairs = _read_table(copy_module(module, {}).get_embed(shape), math.prod(shape), sizes, pairing)
+        return cos[:, :, places], sin[:, :, places], pairs
 
     return steps, read
 
 
-def _read_table(
-    result: Any, tokens: int, sizes: Sizes, pairing: Pairing, places: torch.Tensor | slice = slice(None)
-) -> Table:
+def _read_table(result: Any, tokens: int, sizes: Sizes, pairing: Pairing) -> Table:
     """
     The table from cos and sin, in any order or after each other, complex numbers or angles, of so many tokens, the
-    first at position 0; for the tokens at `places`.
+    first at position 0.
     """
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()
     if is_complex:
@@ -305,7 +327,7 @@ def _read_table(
         sin, cos = result.chunk(2, dim=-1)
     else:
         cos, sin = result.cos(), result.sin()
-    cos, sin = (_arrange(x, tokens, sizes)[:, :, places] for x in (cos, sin))  # (layers, heads, N, D or D/2) each
+    cos, sin = (_arrange(x, tokens, sizes) for x in (cos, sin))  # (layers, heads, N, D or D/2) each
     if 2 * cos.shape[-1] != sizes.head_dim:
         pairs = _pair_equal_columns(torch.cat([cos, sin], dim=-2).flatten(0, 2), pairing)
         first = [channel for channel, _ in pairs]
@@ -348,3 +370,37 @@ def _pair_equal_columns(table: torch.Tensor, pairing: Pairing) -> Pairs:
     if len(fitting) != 1:
         raise NotARotation("which two channels a plane has does not follow from its cos and sin, pass pairing")
     return fitting[0]
+
+
+def copy_module(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy that shares no state: of a function, also of what it closes over and of the globals that it names."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if not isinstance(value, types.FunctionType):
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception:
+            # Modules of Python, locks, open files.
+            return value
+    scope, cells = dict(value.__globals__), tuple(types.CellType() for _ in value.__closure__ or ())
+    memo[id(value)] = copied = types.FunctionType(value.__code__, scope, value.__name__, value.__defaults__, cells)
+    copied.__kwdefaults__ = value.__kwdefaults__
+    for name in _names(value.__code__) & scope.keys():
+        scope[name] = _copy_used(scope[name], memo)
+    for cell, own in zip(cells, value.__closure__ or ()):
+        with contextlib.suppress(ValueError):
+            # An empty cell has no contents.
+            cell.cell_contents = _copy_used(own.cell_contents, memo)
+    return copied
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(value) for value in code.co_consts if isinstance(value, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _copy_used(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy that shares the weights of a whole model, of which a function calls but a part."""
+    weights = value.parameters() if isinstance(value, nn.Module) else ()
+    memo.update({id(weight): weight for weight in weights if weight.numel() > 2**20})
+    return copy_module(value, memo)
