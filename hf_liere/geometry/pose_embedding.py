@@ -360,14 +360,13 @@ def _where_known(known: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
 
 def _check_reference(reference: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
     """(1 or B, 4, 4) in the type of the poses."""
-    if reference.ndim == 2:
-        reference = reference.unsqueeze(0)
-    if reference.ndim != 3 or reference.shape[1:] != (4, 4) or len({1, len(poses), len(reference)}) > 2:
+    batch = reference.unsqueeze(0) if reference.ndim == 2 else reference
+    if batch.ndim != 3 or batch.shape[1:] != (4, 4) or len({1, len(poses), len(batch)}) > 2:
         raise ValueError(
             f"reference of shape {tuple(reference.shape)} must be (4, 4) or (batch, 4, 4), for {len(poses)} samples."
         )
-    check_poses("reference", reference)
-    return reference.to(poses)
+    check_poses("reference", batch)
+    return batch.to(poses)
 
 
 def _read_sides(image_size: Any) -> tuple[float, float]:

@@ -39,24 +39,18 @@ def lift_intrinsics(intrinsics: torch.Tensor, image_size: Sequence[int | float])
     centre of the image: f_x/w, f_y/h, c_x/w − ½, c_y/h − ½.
     """
     height, width = image_size
-    focal_x, skew, centre_x = intrinsics[..., 0, :].unbind(-1)  # (…,) each
-    focal_y, centre_y = intrinsics[..., 1, 1] / height, intrinsics[..., 1, 2] / height - 0.5
-    focal_x, skew, centre_x = focal_x / width, skew / width, centre_x / width - 0.5
-    zero, one = torch.zeros_like(focal_x), torch.ones_like(focal_x)
-    lifted = [focal_x, skew, centre_x, zero, zero, focal_y, centre_y, zero]
-    inverse_skew = -skew / (focal_x * focal_y)
-    inverse = [1 / focal_x, inverse_skew, -centre_x / focal_x - inverse_skew * centre_y, zero]
-    inverse += [zero, 1 / focal_y, -centre_y / focal_y, zero]
-    below = [zero, zero, one, zero, zero, zero, zero, one]
-    first, second = (torch.stack(entries + below, dim=-1).unflatten(-1, (4, 4)) for entries in (lifted, inverse))
+    centre = intrinsics.new_tensor([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
+    normalised = intrinsics / intrinsics.new_tensor([[width], [height], [1.0]]) - centre  # (…, 3, 3)
+    identity = torch.eye(3, dtype=intrinsics.dtype, device=intrinsics.device)
+    inverse = torch.linalg.solve_triangular(normalised, identity, upper=True)  # (…, 3, 3)
+    first, second = (_homogeneous(each, torch.zeros_like(each[..., :1])) for each in (normalised, inverse))
     return first, second
 
 
 def check_poses(name: str, poses: torch.Tensor) -> None:
     """
-    Raises:
-        ValueError: if a (…, 4, 4) pose is not a rotation and a translation above 0, 0, 0, 1, with its index and
-            deviation.
+    Raises `ValueError` if a (…, 4, 4) pose is not a rotation and a translation above 0, 0, 0, 1, with its index and
+    deviation.
     """
     if values_are_unknown(poses):
         return
