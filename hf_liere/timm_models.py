@@ -27,17 +27,8 @@ from .patching.apply import patch
 
 
 ROTARY_FIELDS = {field.name for field in fields(RotaryPatchConfig)} - {"target", "folded_grids", "format_version"}
-DATA = {
-    "input_size": (3, 224, 224),
-    "num_classes": 1000,
-    "crop_pct": 0.9,
-    "interpolation": "bicubic",
-    "fixed_input_size": True,
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "first_conv": "patch_embed.proj",
-    "classifier": "head",
-}
+# Where these differ from timm's defaults.
+DATA = {"crop_pct": 0.9, "fixed_input_size": True, "first_conv": "patch_embed.proj", "classifier": "head"}
 # Width, layers and heads.
 SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
 # timm looks for this name.

@@ -20,7 +20,7 @@ from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import AttentionPass, Pass
 from ..models.probing.module_inspection import View
 from ..models.probing.planes import Planes
-from .rotations import LearnedFrequencies, apply_turn, find_coordinates, identity_turn, is_turn_at
+from .rotations import apply_turn, find_coordinates, identity_turn, is_turn_at
 
 
 # By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
@@ -132,7 +132,7 @@ def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dic
     elif (turns := options.get(patch.family.argument)) is not None:
         parts = [take_places(turn, layer, patch.planes) for turn in patch.family.parts(turns)]
         if patch.turns:
-            given = turns = _turn_parts(patch, encoding, layer, parts, attention, options)
+            given = turns = _turn_parts(tower, layer, parts, attention, options)
         else:
             # Wan's cos has a dimension for heads.
             given = [places.squeeze(2) if places.ndim == 4 else places for _, places, _ in parts]
@@ -141,16 +141,12 @@ def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dic
         options[patch.family.argument] = tuple(turns) if patch.family.text == "separate" else turns[0]
     if rotates:
         patch.hook_outputs(tower, layer, attention)
-        DiffusionPass(attention, layer, tower, given, options, patch.streams(attention)).begin()
+        DiffusionPass(attention, layer, tower, given, options).begin()
 
 
-def _turn_parts(
-    patch: Any, encoding: LearnedFrequencies, layer: int, parts: list, attention: nn.Module, options: dict
-) -> list[Turn]:
+def _turn_parts(tower: Any, layer: int, parts: list, attention: nn.Module, options: dict) -> list[Turn]:
     """The rotations of images, and of text where it has its own, with the frequencies of a layer."""
-    if patch.schedule is None and layer not in encoding.place:
-        return [turn for turn, *_ in parts]
-    size = None
+    patch, size = tower.rotary_patch, None
     if patch.schedule is not None:
         if getattr(getattr(attention, "processor", None), "_parallel_config", None) is not None:
             raise RuntimeError("A schedule needs the size of the image, but this device has some of its tokens.")
@@ -161,27 +157,21 @@ def _turn_parts(
         places = parts[0][1].flatten(0, -2)  # (N, A), of images
         size = places.amax(0) - places.amin(0) + 1  # (A,)
     return [
-        encoding(layer, turn, places, patch.schedule, size, level if patch.reads_level else None)
+        tower.rotary_encoding(layer, turn, places, patch.schedule, size, level if patch.reads_level else None)
         for turn, places, level in parts
     ]
 
 
 class DiffusionPass(AttentionPass):
     """
-    One call of an attention module whose queries and keys are rotated where they are normalised.
-
-    Args:
-        given: The rotation of images; or their (…, N, A) coordinates, and those of text; or the positions of a grid.
-        options: The arguments of attention.
-        streams: The streams of tokens that it rotates.
+    One call, with these arguments, of an attention module whose queries and keys are rotated where they are normalised.
 
     Attributes:
+        given: The rotation of images; or their (…, N, A) coordinates, and those of text; or the positions of a grid.
         pending: The (stream, part) that are not rotated yet.
     """
 
-    def __init__(
-        self, attention: nn.Module, layer: int, tower: Any, given: Any, options: dict, streams: tuple[str, ...]
-    ):
+    def __init__(self, attention: nn.Module, layer: int, tower: Any, given: Any, options: dict):
         super().__init__(attention, layer)
         if options.get("ip_hidden_states") is not None:
             raise RuntimeError(
@@ -190,6 +180,7 @@ class DiffusionPass(AttentionPass):
             )
         self.tower, self.given = tower, given
         self.dtype, self.device = product_dtype(options["hidden_states"]), options["hidden_states"].device
+        streams = tower.rotary_patch.streams(attention)
         self.pending = {(stream, part) for stream in streams for part in STATE_MODULES[stream]}
         self.rotations: dict[str, Any] = {}
 

@@ -12,20 +12,7 @@ from torch import nn
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.module_inspection import device_of, linear_layer
 from ..models.probing.planes import Planes
-from .diffusion_forward import (
-    STATE_MODULES,
-    CarryingRope,
-    NoiseLevel,
-    carry_argument,
-    carry_coordinates,
-    carry_positions,
-    drop_positions,
-    finish_attention,
-    prepare_attention,
-    record_noise_level,
-    rotate_states,
-    state_module,
-)
+from . import diffusion_forward as hooks
 from .families import FAMILIES, DiffusionFamily
 from .library_patch import LibraryPatch, LibraryTower
 from .rotations import planes_along, require_known
@@ -65,26 +52,26 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
     def add_hooks(self, tower: "DiffusionTower") -> None:
         module, family = tower.module, self.family
         module.register_to_config(**{CONFIG_FIELD: self.config.to_dict()})
-        self.hook_arguments(module, record_noise_level)
-        self.handles.append(module.register_forward_hook(NoiseLevel.finish, always_call=True))
+        self.hook_arguments(module, hooks.record_noise_level)
+        self.handles.append(module.register_forward_hook(hooks.NoiseLevel.finish, always_call=True))
         rope = getattr(module, family.rope) if family.rope else None
         if rope is None:
-            self.hook_arguments(module, carry_argument if family.rotates else carry_positions)
+            self.hook_arguments(module, hooks.carry_argument if family.rotates else hooks.carry_positions)
         elif isinstance(rope, nn.Module):
-            self.handles.append(rope.register_forward_hook(partial(carry_coordinates, module), with_kwargs=True))
+            self.handles.append(rope.register_forward_hook(partial(hooks.carry_coordinates, module), with_kwargs=True))
         else:
             # Z-Image's is not a module.
-            setattr(module, str(family.rope), CarryingRope(rope, tower=module))
+            setattr(module, str(family.rope), hooks.CarryingRope(rope, tower=module))
         for layer, (_, attention) in enumerate(tower.attentions):
-            self.hook_arguments(attention, partial(prepare_attention, module, layer))
+            self.hook_arguments(attention, partial(hooks.prepare_attention, module, layer))
             if self.rotates_states(module.rotary_encoding, layer):
                 self.hook_outputs(module, layer, attention)
-                self.handles.append(attention.register_forward_hook(finish_attention, always_call=True))
+                self.handles.append(attention.register_forward_hook(hooks.finish_attention, always_call=True))
         if not family.rotates:
             rotated = [attention for _, attention in tower.attentions]
             for attention in module.modules():
                 if hasattr(attention, "to_q") and attention not in rotated:
-                    self.hook_arguments(attention, drop_positions)
+                    self.hook_arguments(attention, hooks.drop_positions)
 
     def rotates_states(self, encoding: nn.Module, layer: int) -> bool:
         """Whether queries and keys of an attention module are rotated where they are normalised."""
@@ -92,22 +79,22 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
 
     def streams(self, attention: nn.Module) -> tuple[str, ...]:
         """The streams of tokens that an attention module rotates."""
-        joins = self.family.text in ("first", "separate") and state_module(attention, "text", "query") is not None
+        joins = self.family.text in ("first", "separate") and hooks.state_module(attention, "text", "query") is not None
         return ("image", "text") if joins else ("image",)
 
     def hook_outputs(self, module: nn.Module, layer: int, attention: nn.Module) -> None:
         """Rotate what the current modules make: adapters such as LoRA put other modules around projections."""
         for stream in self.streams(attention):
-            for part in STATE_MODULES[stream]:
-                hook = partial(rotate_states, layer, stream, part)
-                self.outputs.follow((layer, stream, part), state_module(attention, stream, part), hook)
+            for part in hooks.STATE_MODULES[stream]:
+                hook = partial(hooks.rotate_states, layer, stream, part)
+                self.outputs.follow((layer, stream, part), hooks.state_module(attention, stream, part), hook)
 
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
         config: Any = module.config
         module._internal_dict = type(config)({name: config[name] for name in config if name != CONFIG_FIELD})
         rope = getattr(module, self.family.rope) if self.family.rope else None
-        if isinstance(rope, CarryingRope):
+        if isinstance(rope, hooks.CarryingRope):
             setattr(module, str(self.family.rope), rope.base)
 
 
@@ -184,9 +171,7 @@ class DiffusionTower(LibraryTower):
 
 
 def set_frequency_schedule(
-    model: nn.Module,
-    schedule: Schedule | None,
-    noise_level: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    model: nn.Module, schedule: Schedule | None, noise_level: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> None:
     """
     Let the frequencies of a patched diffusion transformer depend on the size of its inputs, the noise level and the

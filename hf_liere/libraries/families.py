@@ -6,7 +6,7 @@ and coordinates read from cos and sin wherever these tell them. `diffusion_patch
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,18 +88,11 @@ def geometric_planes(
     return Planes.from_pairing(sum(spectra, []), numbers, pairing)
 
 
-def _place_ltx(
-    rope: Any,
-    hidden_states: torch.Tensor,
-    num_frames: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    rope_interpolation_scale: Any = None,
-    video_coords: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _place_ltx(rope: Any, hidden_states: Any, *sizes: Any, video_coords: Any = None) -> torch.Tensor:
+    # The model passes coordinates after the number of frames, the height, the width and the scale.
+    video_coords = sizes[4] if sizes else video_coords
     if video_coords is None:
-        sizes = (len(hidden_states), num_frames, height, width, rope_interpolation_scale, hidden_states.device)
-        grid = rope._prepare_video_coords(*sizes)
+        grid = rope._prepare_video_coords(len(hidden_states), *sizes[:4], hidden_states.device)
     else:
         base = video_coords.new_tensor([rope.base_num_frames, rope.base_height, rope.base_width])
         grid = video_coords.transpose(1, 2) / base
@@ -123,25 +116,25 @@ def _few_ids(model: Any) -> dict:
 
 # As many on every axis as no patch has.
 FEW_LATENTS = {"hidden_states": torch.zeros(1, 1, 8, 8, 8)}
-FLUX: dict[str, Any] = {
-    "rope": "pos_embed",
-    "planes": lambda model: geometric_planes(model.pos_embed.axes_dim, model.pos_embed.theta),
-    "coordinates": lambda rope, ids: ids.float(),  # (N, A)
-    "example": _few_ids,
-    "text": "first",
-    "timesteps": (0.0, 1.0),
-}
 STREAMS = (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn"))
+FLUX = DiffusionFamily(
+    rope="pos_embed",
+    attentions=STREAMS,
+    planes=lambda model: geometric_planes(model.pos_embed.axes_dim, model.pos_embed.theta),
+    coordinates=lambda rope, ids: ids.float(),  # (N, A)
+    example=_few_ids,
+    text="first",
+    timesteps=(0.0, 1.0),
+)
 FAMILIES = {
-    "FluxTransformer2DModel": DiffusionFamily(attentions=STREAMS, **FLUX),
-    "Flux2Transformer2DModel": DiffusionFamily(attentions=STREAMS, **FLUX),
-    "QwenImageTransformer2DModel": DiffusionFamily(
-        rope="pos_embed",
-        attentions=(("transformer_blocks", "attn"),),
-        planes=FLUX["planes"],
+    "FluxTransformer2DModel": FLUX,
+    "Flux2Transformer2DModel": FLUX,
+    "QwenImageTransformer2DModel": replace(
+        FLUX,
+        attentions=STREAMS[:1],
+        coordinates=None,
         example=lambda model: {"video_fhw": [[(1, 2, 3), (1, 3, 2)]], "max_txt_seq_len": 4, "device": device_of(model)},
         text="separate",
-        timesteps=FLUX["timesteps"],
     ),
     "ZImageTransformer2DModel": DiffusionFamily(
         rope="rope_embedder",
@@ -150,7 +143,7 @@ FAMILIES = {
         ),
         argument="freqs_cis",
         planes=lambda model: geometric_planes(model.rope_embedder.axes_dims, model.rope_embedder.theta),
-        coordinates=FLUX["coordinates"],
+        coordinates=FLUX.coordinates,
         example=_few_ids,
         timesteps=(1.0, 0.0),
     ),
@@ -199,9 +192,5 @@ FAMILIES = {
         argument="joint_attention_kwargs",
         heads_first=True,
     ),
-    "PixArtTransformer2DModel": DiffusionFamily(
-        rope=None,
-        argument="cross_attention_kwargs",
-        heads_first=True,
-    ),
+    "PixArtTransformer2DModel": DiffusionFamily(rope=None, argument="cross_attention_kwargs", heads_first=True),
 }

@@ -109,10 +109,8 @@ class LibraryTower(AttentionTower):
 
 def plan_library(tower_class: type[LibraryTower], model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
     """
-    Check a configuration against a model of another library, before the model is changed.
-
-    Raises:
-        ValueError: if the model is patched already, has nothing that can be patched, or the configuration does not fit.
+    Check a configuration against a model of another library, before the model is changed. Raises `ValueError` if the
+    model is patched already, has nothing that can be patched, or the configuration does not fit.
     """
     require_unpatched(model)
     towers = []

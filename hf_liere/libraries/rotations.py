@@ -26,12 +26,8 @@ from .schedules import Schedule, ScheduleInput
 
 class LearnedFrequencies(LearnedRotations):
     """
-    RoPE with learned frequencies in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
-
-    Args:
-        planes: Those of every attention module.
-        layers: Indices of the attention modules that learn.
-        config: A `RotaryPatchConfig`.
+    RoPE with learned frequencies in attention modules of some indices, which all have the same planes at the start:
+    plane i rotates with ω_i exp(δ_i), δ = 0 at first.
 
     Attributes:
         log_factors: (layers or 1, turning planes), the δ.
@@ -191,14 +187,9 @@ class StateRotations(LearnedRotations):
         cls, planes: Planes, config: Any, heads: int, head_dim: int, layers: list[int], label: str
     ) -> "StateRotations":
         """
-        Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation.
-
-        Args:
-            planes: Those of every attention module or of all, and of a head or of all heads in a row.
-            label: The model, for messages.
-
-        Raises:
-            ValueError: if the planes do not make such blocks.
+        Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation: those of every
+        attention module or of all, and of a head or of all heads in a row. Raises `ValueError`, with the `label` of the
+        model, if the planes do not make such blocks.
         """
         frequencies = planes.frequencies if planes.frequencies.shape[1] == 1 else planes.frequencies[:, layers]
         # (A, layers or 1, heads or 1, planes)
@@ -231,10 +222,8 @@ class StateRotations(LearnedRotations):
 
     def rotate(self, rotation: TokenRotation, states: torch.Tensor, heads_first: bool) -> torch.Tensor:
         """
-        R(p) applied to queries or keys; the layout is kept.
-
-        Args:
-            states: (B, N, H · D), (B, N, H, D), or with `heads_first` (B, H, N, D).
+        R(p) applied to queries or keys, (B, N, H · D), (B, N, H, D) or, with `heads_first`, (B, H, N, D); the layout is
+        kept.
         """
         flat = states.ndim == 3
         heads = states.unflatten(-1, (self.heads, -1)) if flat else states

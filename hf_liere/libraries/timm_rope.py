@@ -15,33 +15,20 @@ from ..models.probing.planes import Planes, pair_channels
 from .rotations import require_known
 
 
-def _on_both_axes(speeds: torch.Tensor, pairing: str) -> Planes:
-    """Planes of the rows, then of the columns, with the same frequencies."""
-    return Planes.from_pairing(speeds.repeat(2), [axis for axis in (0, 1) for _ in speeds], pairing)
-
-
-# By the name of the class, its planes. Those of time, at 0 in an image, do not turn.
-SPECTRA: dict[str, Callable[[Any, str], Planes]] = {
-    "RotaryEmbeddingCat": lambda rope, pairing: _on_both_axes(rope.bands.double(), pairing),
-    "RotaryEmbeddingDinoV3": lambda rope, pairing: _on_both_axes(2 * math.pi / rope.periods.double(), pairing),
-    "RotaryEmbeddingMixed": lambda rope, pairing: Planes(rope.freqs, pair_channels(pairing, rope.freqs.shape[-1])),
-    "RotaryEmbeddingMRope": lambda rope, pairing: Planes.from_pairing(
-        rope.inv_freq * (rope.axis > 0), (rope.axis == 2).int().tolist(), pairing, num_axes=2
-    ),
+# By the name of the class, the frequencies of rows and of columns, (2, planes) or (2, layers, heads, planes). Planes of
+# time, at 0 in an image, do not turn.
+SPECTRA: dict[str, Callable[[Any], torch.Tensor]] = {
+    "RotaryEmbeddingCat": lambda rope: torch.block_diag(rope.bands, rope.bands),
+    "RotaryEmbeddingDinoV3": lambda rope: torch.block_diag(*[2 * math.pi / rope.periods.double()] * 2),
+    "RotaryEmbeddingMixed": lambda rope: rope.freqs,
+    "RotaryEmbeddingMRope": lambda rope: rope.inv_freq * torch.stack([rope.axis == 1, rope.axis == 2]),
 }
 
 
 def place_patches(rope: Any, shapes: torch.Tensor, length: int) -> torch.Tensor:
     """
-    Coordinates of patches in raster order, in the order of the axes of the frequencies; those of padding are arbitrary.
-
-    Args:
-        rope: One of the classes in `SPECTRA`.
-        shapes: (B, 2) patches per axis of every sample.
-        length: Number N of patches with padding.
-
-    Returns:
-        (B, N, 2).
+    (B, N, 2) coordinates of patches in raster order, N = `length` with padding, whose coordinates are arbitrary, from
+    (B, 2) patches per axis; in the order of the axes of the frequencies of `rope`, one of the classes in `SPECTRA`.
     """
     dtype = working_dtype(shapes.device)
     index = torch.arange(length, device=shapes.device)  # (N,)
@@ -82,7 +69,9 @@ def read_planes(rope: nn.Module, pairing: str, grid: tuple[int, int], label: str
             ", ".join(f"rope_{part}_coords={value}" for part, value in each.items()) for each in (drawn, neutral)
         )
         raise ValueError(f"{label} draws random coordinates in training, {given}; accepted: {accepted}.")
-    planes, cached = SPECTRA[name](module, pairing), getattr(module, "feat_shape", None)
+    values, cached = SPECTRA[name](module), getattr(module, "feat_shape", None)
+    values = values if values.ndim == 4 else values[:, None, None]  # (2, layers or 1, heads or 1, planes)
+    planes = Planes(values, pair_channels(pairing, values.shape[-1]))
     for shape in [tuple(cached)] if cached is not None else [grid, (2, 5)]:
         sin, cos = module.get_embed(shape=shape).chunk(2, dim=-1)  # ((layers, heads,) N, D) each
         places = place_patches(module, torch.tensor([shape], device=cos.device), math.prod(shape))[0]  # (N, 2)
