@@ -18,7 +18,7 @@ from hf_liere.tools.hub.publishing import publish
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, run  # noqa: E402
 
-from hf_liere.tools.rope_check.diffusion_models import find_diffusion_rotations  # noqa: E402
+from hf_liere.tools.rope_check.reading import find_diffusion_rotations  # noqa: E402
 
 
 FLUX = BY_NAME["FluxTransformer2DModel"]

@@ -15,14 +15,15 @@ from ...errors import InputError, memory_shortage
 from ...storage.loading import DiffusersCheckpointError
 from ...storage.targets import new_directory
 from .diagnosis import ALARM, Diagnosis, Vectors
-from .diffusion_models import find_diffusion_rotations
 from .faults import FIXES
 from .measurement import Measurement, find_cache_faults, find_positions_of, measure
-from .reading import FoundRotation, find_rotations
+from .reading import FoundRotation, find_diffusion_rotations, find_rotations
 from .rotation import STYLE_NAMES, Rotation, make_states
 from .vectors import check_file, read_vectors, write_vectors
 
 
+# A title and a text.
+ROW = "  {:<12}{}"
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 32
 
@@ -39,7 +40,8 @@ def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
         lines = []
         for part in find_diffusion_rotations(name, with_weights, options.get("revision")):
             rows = [*_describe_rotation(part), *(("note", remark) for remark in part.remarks)]
-            lines += [f"{name} ({type(part.rope).__name__} of diffusers)", part.rotation.name, *map(_lay_out, rows)]
+            lines += [f"{name} ({type(part.rope).__name__} of diffusers)", part.rotation.name]
+            lines += itertools.starmap(ROW.format, rows)
         return "\n".join(lines)
     found, refused = find_rotations(model)
     if not found and not refused:
@@ -70,11 +72,7 @@ def _describe(found: FoundRotation, measurement: Measurement) -> list[str]:
             rows.append(("hazard", f"{name}: {'; '.join(_describe_causes(diagnosis))}"))
     if measurement.is_right and not found.differs:
         rows.append(("right", "as it is, at two sizes and with a cache"))
-    return [f"{found.rotation.name} ({type(found.rope).__name__})", *map(_lay_out, rows)]
-
-
-def _lay_out(row: tuple[str, str]) -> str:
-    return "  {:<12}{}".format(*row)
+    return [f"{found.rotation.name} ({type(found.rope).__name__})", *itertools.starmap(ROW.format, rows)]
 
 
 def _describe_rotation(found: FoundRotation) -> list[tuple[str, str]]:
@@ -146,11 +144,7 @@ def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
     """One line for each possible cause and, indented, one for its fix; empty if nothing is wrong."""
     if diagnosis.is_right:
         return []
-    size = (
-        ""
-        if math.isinf(diagnosis.error) or not diagnosis.position
-        else f" ({diagnosis.error:.2g} rad at {_show_position(diagnosis)})"
-    )
+    size = f" ({diagnosis.error:.2g} rad at {_show_position(diagnosis)})" if diagnosis.position else ""
     share = f"{math.floor(1000 * diagnosis.explained) / 10:g}% of the values"
     part = f", which explains only {share}" if diagnosis.explained < 1 else ""
     lines = []
@@ -165,11 +159,8 @@ def _describe_causes(diagnosis: Diagnosis, indent: str = "") -> list[str]:
 def make_vectors(model: nn.Module) -> tuple[list[Vectors], list[str]]:
     """The test vectors of a model, and why others cannot be written."""
     found, refused = find_rotations(model)
-    vectors = []
-    for part in found:
-        positions = find_positions_of(part)
-        vectors.append(Vectors(part.rotation, positions, make_states(len(positions), part.rotation)))
-    return vectors, refused
+    placed = [(part.rotation, find_positions_of(part)) for part in found]
+    return [Vectors(rotation, places, make_states(len(places), rotation)) for rotation, places in placed], refused
 
 
 def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool = False, **options: Any) -> str:
@@ -182,15 +173,13 @@ def write_models(models: Sequence[str], folder: str | os.PathLike, every: bool =
         for name in tqdm(model_types() if every else models, desc="models", disable=not every):
             try:
                 vectors, refused = make_vectors(build_without_weights(name, **options))
+                if not vectors:
+                    reason = "; ".join(refused) or "it has no module with frequencies (inv_freq)"
+                    raise InputError(f"{name} has no rotation that can be written: {reason}")
             except Exception as error:
                 # Many default configurations are incomplete, each in another way.
                 if not every or memory_shortage(error):
                     raise
-                continue
-            if not vectors:
-                if not every:
-                    reason = "; ".join(refused) or "it has no module with frequencies (inv_freq)"
-                    raise InputError(f"{name} has no rotation that can be written: {reason}")
                 continue
             own_name = Path(name).absolute().name if Path(name).exists() else name.replace("/", "--")
             file = partial / f"{own_name}.safetensors"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
@@ -20,6 +21,9 @@ FLOAT32_ANGLE = 2.0**-22
 # The share of values that a fault has to explain to be named; with others left it is named as a part of the cause.
 EXPLAINED = 0.98
 TENSORS = ("cos", "sin", "rotated_query", "rotated_key")
+# Combinations of faults, and the (errors, allowed errors) of some tensors.
+Causes: TypeAlias = list[tuple[Fault, ...]]
+Measured: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Diagnosis:
     position: tuple[float, ...] = ()
     allowed: float = ALARM
     by_position: list[tuple[float, float]] = field(default_factory=list)
-    causes: list[tuple[Fault, ...]] = field(default_factory=list)
+    causes: Causes = field(default_factory=list)
     explained: float = 1.0
     is_right: bool = True
     remarks: list[str] = field(default_factory=list)
@@ -80,65 +84,47 @@ class Vectors:
             for name, value in self.tensors.items()
         }
 
-    def measure(
-        self, rotation: Rotation, grids: Collection[torch.dtype] = ()
-    ) -> "list[tuple[torch.Tensor, torch.Tensor]] | None":
+    def measure(self, rotation: Rotation, grids: Collection[torch.dtype] = ()) -> Measured | None:
         """
-        (errors, allowed errors) in radians, (N, channels) each, against what a rotation computes; `None` if the shapes
-        differ.
-
-        Args:
-            grids: Types that tensors may be rounded to whose values all lie in them, beside that of the rotation.
+        (errors, allowed errors) in radians, (N, channels) or (N, planes), against what a rotation computes; `None` if
+        the shapes differ. Tensors whose values all lie in the type of its output, or in one of `grids`, may be rounded
+        to that type.
         """
         needed = {name: state for name, state in self.states.items() if f"rotated_{name}" in self.tensors}
         expected = rotation.compute(self.positions, needed)
         base = ALARM + rotation.compute_noise(self.positions, FLOAT32_ANGLE)  # (N, planes)
-        accepted = {*grids, rotation.output_dtype}
+        accepted, count = {*grids, rotation.output_dtype}, rotation.planes.num_planes
+        still = sorted(set(range(rotation.head_dim or 0)).difference(*rotation.planes.pairs or ()))
         found = []
         # Of cos and sin in two types, each has to be right by itself.
         for names in (("cos", "sin"), ("cos",), ("sin",), ("rotated_query",), ("rotated_key",)):
             names = [name for name in names if name in self.tensors]
             if not names:
                 continue
-            if any(name not in expected for name in names) or len({self.tensors[name].shape for name in names}) > 1:
+            given = [self.tensors[name] for name in names]
+            wanted, planes = [expected[name] for name in names if name in expected], list(rotation.channels)
+            is_turn = names[0] in ("cos", "sin")
+            if is_turn and given[0].shape[-1] == count:
+                # One column for each plane.
+                wanted, planes = [x[:, rotation.columns] for x in wanted], list(range(count))
+            if [x.shape for x in given] != [x.shape for x in wanted]:
                 return None
-            planes, others = _planes_of_channels(rotation)
-            planes = list(rotation.channels) if names[0] in ("cos", "sin") else planes
-            parts = []
-            for name in names:
-                given, wanted = self.tensors[name], expected[name]
-                if given.shape[-1] == rotation.planes.num_planes and name in ("cos", "sin"):
-                    # One column for each plane.
-                    wanted, planes = wanted[:, rotation.columns], list(range(rotation.planes.num_planes))
-                if given.shape != wanted.shape:
-                    return None
-                parts.append((given.double() - wanted).nan_to_num(math.inf))
-            error = torch.stack(parts).square().sum(0).sqrt() / rotation.planes.factor  # (N, channels)
-            types = [self.tensors[name].dtype for name in names]
+            types = [x.dtype for x in given]
             types += [self.grids[name] for name in names if self.grids[name] in accepted]
             # cos and sin are off by half of this, and by as much again if the factor rounds by itself.
             margin = max(0.0 if dtype == torch.float64 else torch.finfo(dtype).eps for dtype in types)
-            if names[0].startswith("rotated"):
+            difference = torch.stack([(x.double() - y).nan_to_num(math.inf) for x, y in zip(given, wanted)])
+            error, allowed = difference.norm(dim=0), base[:, planes]
+            if not is_turn:
+                # Of a plane, relative to its length, and of channels that do not rotate.
                 state = self.states[names[0].removeprefix("rotated_")].double()  # (N, head_dim)
-                # The plane's error, of both channels, by its length.
-                error = (error.square() + error[:, others].square()).sqrt()
-                error = error / (state.square() + state[:, others].square()).sqrt()
+                size, length = (torch.stack([*rotation.split(x)]).norm(dim=0) for x in (difference[0], state))
+                error = torch.cat([size / length, (difference[0] / state)[:, still].abs()], 1)
+                allowed = torch.cat([base, torch.full_like(state[:, still], ALARM)], 1)
                 # cos and sin, two products and a sum round: (√2 + √2 + 1) / 2 at most.
                 margin *= 2
-            # Channels that do not rotate have the plane −1.
-            padded = torch.cat([base, torch.full_like(base[:, :1], ALARM)], 1)  # (N, planes + 1)
-            found.append((error, padded[:, planes] + margin))
+            found.append((error / rotation.planes.factor, allowed + margin))
         return found
-
-
-def _planes_of_channels(rotation: Rotation) -> tuple[list[int], list[int]]:
-    """By channel of a head, its plane and the other channel of this; −1 and itself where there is none."""
-    width = rotation.head_dim or 0
-    planes, others = [-1] * width, list(range(width))
-    for plane, (first, second) in enumerate(rotation.planes.pairs or ()):
-        planes[first] = planes[second] = plane
-        others[first], others[second] = second, first
-    return planes, others
 
 
 def diagnose(evidence: Vectors, others: Mapping[str, Rotation] | None = None) -> Diagnosis:
@@ -168,28 +154,25 @@ def diagnose(evidence: Vectors, others: Mapping[str, Rotation] | None = None) ->
         diagnosis.remarks.append(f"results rounded to {' and '.join(sorted(types))}: {FIXES['output type']}")
         diagnosis.is_right = True
         return diagnosis
-    diagnosis.explained, diagnosis.causes = _explain(evidence, others, _share(measured))
+    diagnosis.explained, diagnosis.causes = _explain(evidence, others or {}, _share(measured))
     if diagnosis.causes and measured is None:
         diagnosis.remarks = []
     return diagnosis
 
 
-def _describe_errors(diagnosis: Diagnosis, positions: torch.Tensor, measured: list) -> None:
-    excess = torch.stack([(error / allowed).amax(1) for error, allowed in measured]).amax(0)  # (N,)
-    errors = torch.stack([error.amax(1) for error, _ in measured]).amax(0)  # (N,)
-    allowed = torch.stack([allowed.amax(1) for _, allowed in measured]).amax(0)  # (N,)
+def _describe_errors(diagnosis: Diagnosis, positions: torch.Tensor, measured: Measured) -> None:
+    error, allowed = (torch.cat(each, 1) for each in zip(*measured))  # (N, values) each
+    errors = error.amax(1)  # (N,)
     worst = int(errors.argmax())
-    diagnosis.is_right = bool((excess <= 1).all())
+    diagnosis.is_right = bool((error <= allowed).all())
     diagnosis.error, diagnosis.position = float(errors[worst]), tuple(positions[worst].tolist())
-    diagnosis.allowed = float(allowed[worst])
+    diagnosis.allowed = float(allowed[worst].max())
     furthest = positions.abs().amax(1)  # (N,)
     for bound in sorted({min(10.0**k, float(furthest.max())) for k in range(1, 8)}):
         diagnosis.by_position.append((bound, float(errors.where(furthest <= bound, 0).max())))
 
 
-def _explain(
-    evidence: Vectors, others: Mapping[str, Rotation] | None, known: float
-) -> tuple[float, list[tuple[Fault, ...]]]:
+def _explain(evidence: Vectors, others: Mapping[str, Rotation], known: float) -> tuple[float, Causes]:
     """
     The faults that explain the evidence best, and the share of values that they explain: one, or two if no single one
     explains all; then the single one that explains most. A share `known` of the values needs no fault.
@@ -199,11 +182,11 @@ def _explain(
     single = _choose([(fault,) for fault in singles], evidence, known)
     if single[0] == 1:
         return single
-    twice: list[tuple[Fault, ...]] = []
+    twice: Causes = []
     for fault in singles:
         thetas = _propose_thetas(fault.rotation, evidence)
         # Each pair once; a base is looked for after the other fault, which may hide it.
-        twice += [(fault, other) for other in find_faults(fault.rotation, thetas) if _order(other) > _order(fault)]
+        twice += [(fault, other) for other in find_faults(fault.rotation, thetas, {}) if _order(other) > _order(fault)]
     double = _choose(twice, evidence, known)
     return single if single[1] and double[0] < 1 else double
 
@@ -212,14 +195,12 @@ def _order(fault: Fault) -> tuple[bool, str]:
     return fault.kind == "base", fault.kind
 
 
-def _share(measured: list[tuple[torch.Tensor, torch.Tensor]] | None) -> float:
+def _share(measured: Measured | None) -> float:
     """The share of values whose errors are allowed, in the tensor where it is least."""
     return min((float((error <= allowed).double().mean()) for error, allowed in measured or ()), default=0.0)
 
 
-def _choose(
-    proposals: list[tuple[Fault, ...]], evidence: Vectors, known: float
-) -> tuple[float, list[tuple[Fault, ...]]]:
+def _choose(proposals: Causes, evidence: Vectors, known: float) -> tuple[float, Causes]:
     """
     Those proposals that explain most values that need a fault, and no worse than the best one, without those of the
     same names; and the share of all values that they explain.
@@ -274,9 +255,9 @@ def estimate_frequencies(rotation: Rotation, evidence: Vectors) -> torch.Tensor 
     if size.isinf().any():
         return None
     tensors, states = evidence.tensors, evidence.states
-    rotated = [name for name in states if f"rotated_{name}" in tensors]
-    rotated = [name for name in rotated if tensors[f"rotated_{name}"].shape == states[name].shape]
-    if {"cos", "sin"} <= tensors.keys() and tensors["cos"].shape == tensors["sin"].shape:
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    rotated = [name for name, state in states.items() if shapes.get(f"rotated_{name}") == state.shape]
+    if {"cos", "sin"} <= shapes.keys() and shapes["cos"] == shapes["sin"]:
         cos, sin = tensors["cos"].double(), tensors["sin"].double()  # (N, D)
         if cos.shape[1] == len(rotation.channels):
             cos, sin = cos[:, rotation.columns], sin[:, rotation.columns]  # (N, planes)

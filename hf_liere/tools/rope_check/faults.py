@@ -51,9 +51,7 @@ FIXES = {
 }
 
 
-def find_faults(
-    rotation: Rotation, thetas: Sequence[float] = (), others: Mapping[str, Rotation] | None = None
-) -> Iterator[Fault]:
+def find_faults(rotation: Rotation, thetas: Sequence[float], others: Mapping[str, Rotation]) -> Iterator[Fault]:
     """
     The faults that would change what is computed. `thetas` are other bases that an implementation may have used,
     `others` the other rotations of the model, by name.
@@ -68,7 +66,7 @@ def find_faults(
             law = {**rotation.law, "rope_theta": theta}
             name = f"rope_theta {theta:g} instead of {rotation.law['rope_theta']:g}"
             yield Fault("base", name, rotation.turning_by(rotation.compute_law(rope_theta=theta), law=law))
-    for name, other in (others or {}).items():
+    for name, other in others.items():
         same = other.planes.num_planes == rotation.planes.num_planes
         if same and name != rotation.name and not torch.equal(other.frequencies, rotation.frequencies):
             changed = rotation.turning_by(other.frequencies, law=other.law).with_planes(factor=other.planes.factor)

@@ -3,15 +3,21 @@
 import contextlib
 import copy
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import InputError
+from ...errors import InputError, require_libraries
+from ...libraries.diffusion_patch import DiffusionTower
+from ...libraries.families import FAMILIES
+from ...libraries.library_patch import plan_library
+from ...libraries.rotations import LearnedFrequencies
+from ...models.patched.rotary_patch import RotaryPatchConfig
 from ...models.patched.tower_patch import patched_towers
 from ...models.probing.attention_probe import Probe
 from ...models.probing.coordinate_probe import TOKENS, CoordinateProbe, compute_cos_sin
@@ -19,6 +25,8 @@ from ...models.probing.module_inspection import takes
 from ...models.probing.planes import Pairs, Planes
 from ...models.probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
 from ...models.probing.rope_pairs import find_key_sources, find_pairs, rotates
+from ...storage.loading import find_diffusers_config, translate_loading_errors
+from ...storage.saved_model import ADAPTER_CONFIG
 from .rotation import Rotation
 from .spectrum import compute_spectrum, match_spectrum, read_law, recognise_law
 
@@ -28,11 +36,6 @@ LONGEST_TEXT, LONGEST_GRID = 2048, 64
 AS_THEY_ARE = "frequencies are taken as they are"
 # Errors of modules that are called in a form which they do not take.
 CALL_ERRORS = (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-
-
-CosSin: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-# (N, A) positions; for modules that read pixels, the (height, width) of an image.
-Place: TypeAlias = torch.Tensor | tuple[int, int]
 
 
 @dataclass
@@ -62,8 +65,13 @@ class FoundRotation:
         return not takes(self.rope, "position_ids")
 
     @torch.no_grad()
-    def compute(self, place: Place, rope: nn.Module, dtype: torch.dtype = torch.float32) -> CosSin:
-        """(N, D) cos and sin of the module's copy `rope` at a place, for states of a type."""
+    def compute(
+        self, place: torch.Tensor | tuple[int, int], rope: nn.Module, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        (N, D) cos and sin of the module's copy `rope` for states of a type, at (N, A) positions; of modules that read
+        pixels, for an image of (height, width).
+        """
         if isinstance(place, torch.Tensor):
             states, like = self.probe.arguments
             arguments = [states.to(dtype), _shape_as(place, like)]
@@ -94,14 +102,9 @@ def _shape_as(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def find_rotations(model: nn.Module) -> tuple[list[FoundRotation], list[str]]:
     """
-    The rotations of a model, and the reasons why others cannot be described, where layers differ in nothing but their
-    number only once.
-
-    Args:
-        model: Any model of transformers, on any device; on the meta device nothing needs values.
-
-    Raises:
-        InputError: if the model is patched.
+    The rotations of any model of transformers, which needs no values on the meta device, and the reasons why others
+    cannot be described, where layers differ in nothing but their number only once. Raises `InputError` if the model is
+    patched.
     """
     if any(patched_towers(model)):
         raise InputError(
@@ -282,3 +285,70 @@ def _with_values(model: nn.Module, name: str, rope: nn.Module) -> nn.Module:
     with torch.device("cpu"), torch.no_grad():
         nearest._init_weights(made)
     return made
+
+
+def find_diffusion_rotations(name: str, with_weights: bool, revision: str | None = None) -> Iterator[FoundRotation]:
+    """
+    The rotations of the transformers in a folder or repository of a model or pipeline: the planes of a head, and those
+    of all heads in a row for LTX; `with_weights`, they are compared with the cos and sin that the model computes for a
+    few tokens, and learned ones are read. Raises `InputError` if no transformer in it rotates, or how it rotates is not
+    known.
+    """
+    require_libraries(f"Describing {name}", "diffusers", "diffusers")
+    import diffusers
+
+    content = find_diffusers_config(name, revision)
+    assert content is not None, "a checkpoint of diffusers"
+    # A pipeline lists the library and the class of each part.
+    parts = {part: value[1] for part, value in content.items() if isinstance(value, list) and len(value) == 2}
+    classes = {"": content["_class_name"], **parts}
+    known = {part: kind for part, kind in classes.items() if kind in FAMILIES}
+    if not known:
+        raise InputError(
+            f"{name} contains the {content['_class_name']} of diffusers, and how it rotates is not known; accepted: "
+            f"{', '.join(FAMILIES)}, and pipelines with one of them."
+        )
+    for part, kind in known.items():
+        if not FAMILIES[kind].rotates:
+            raise InputError(f"{name}: {kind} adds a table of sines and cosines and does not rotate queries and keys.")
+        model_class, place = getattr(diffusers, kind), {"subfolder": part or None, "revision": revision}
+        with translate_loading_errors(name, revision), torch.device("cpu" if with_weights else "meta"):
+            if with_weights:
+                model = model_class.from_pretrained(name, **place)
+            else:
+                model = model_class.from_config(model_class.load_config(name, **place))
+        yield _read_diffusion(model.eval(), Path(name, part), part, with_weights)
+
+
+def _read_diffusion(model: Any, folder: Path, part: str, with_weights: bool) -> FoundRotation:
+    family, remarks = FAMILIES[str(DiffusionTower.find_kind(model))], []
+    if any(patched_towers(model)):
+        planes = model.rotary_patch.planes
+        remarks = _describe_learned(planes, model.rotary_encoding)
+    else:
+        assert family.planes is not None, "a family that rotates"
+        planes = family.planes(model)
+        if with_weights:
+            config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
+            plan_library(DiffusionTower, model, config)
+        if (folder / ADAPTER_CONFIG).is_file():
+            remarks.append(f"learned rotations lie beside the model ({ADAPTER_CONFIG}); --weights reads them")
+    if with_weights:
+        remarks.append("compared with the cos and sin that the model computes for a few tokens")
+    name, turning = ".".join(filter(None, (part, family.rope or family.argument))), planes.turning
+    pairs, order = tuple((planes.pairs or ())[plane] for plane in turning), tuple(range(len(turning)))
+    chosen = replace(planes, frequencies=planes.frequencies[..., turning], pairs=pairs)
+    rotation = Rotation(name, chosen, order, 2 * planes.num_planes, order)
+    return FoundRotation(rotation, model, {layer: True for layer, _ in family.find_attentions(model)}, remarks)
+
+
+def _describe_learned(planes: Planes, encoding: Any) -> list[str]:
+    """Describes what the learned rotations of a patched model change."""
+    if not isinstance(encoding, LearnedFrequencies):
+        config = encoding.config
+        return [f"{config.position_encoding} with blocks of {encoding.encoding.block_size} has replaced this rotation"]
+    factors = encoding.log_factors.detach().double().exp()  # (layers or 1, rotated planes)
+    axes = torch.tensor(planes.axes)[planes.turning]
+    by_axis = (factors[:, axes == axis] for axis in range(planes.num_axes))
+    shown = (f"{one.min():.3g} … {one.max():.3g} on axis {axis}" for axis, one in enumerate(by_axis))
+    return [f"learned factors of these frequencies: {', '.join(shown)}"]

@@ -76,12 +76,8 @@ class Rotation:
 
     def compute(self, positions: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
-        Args:
-            positions: (N, A).
-            states: `query` and `key`, (N, head_dim), or neither; read if the pairs are known.
-
-        Returns:
-            `cos` and `sin`, (N, D) in the layout of the model, and `rotated_query` and `rotated_key`, (N, head_dim).
+        `cos` and `sin`, (N, D) in the layout of the model, at (N, A) positions; if the pairs are known, `rotated_query`
+        and `rotated_key`, (N, head_dim), of those states that are given by name.
         """
         cos, sin = self._turn(self.compute_angles(positions))  # (N, planes) each
         channels = list(self.channels)

@@ -13,24 +13,16 @@ import torch
 # The relative error of frequencies in float32: a power and a division, each rounded, and its exponent.
 ROUNDING = 2.0**-20
 # Fields of `rope_parameters` that the formulas read.
-FIELDS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "high_freq_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "short_factor",
-    "truncate",
-)
+FIELDS = """
+    attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor mscale mscale_all_dim
+    original_max_position_embeddings short_factor truncate
+""".split()
 
 
 def compute_spectrum(law: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """
     The frequencies of RoPE, θ^(−i/n) for i < n (Su et al. 2021, section 3.2.2), after the scaling of a `rope_type`.
+    Raises `ValueError` if the type is unknown here, or a field is missing.
 
     Args:
         law: `rope_type`, `rope_theta` (θ), `count` (n, half of the rotated channels), and the fields of
@@ -38,9 +30,6 @@ def compute_spectrum(law: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
 
     Returns:
         (count,) frequencies in radians for each position, float64, and the factor of cos and sin.
-
-    Raises:
-        ValueError: if the type is unknown here, or a field is missing.
     """
     kind, count, theta = law["rope_type"], law["count"], float(law["rope_theta"])
     exponents = 2 * torch.arange(count, dtype=torch.float64) / law.get("dim", 2 * count)  # (n,)

@@ -1,10 +1,6 @@
 """
-Test vectors: what every rotation of a model computes for known positions, in float64, as a file of safetensors.
-
-For a rotation NAME the file contains `NAME/positions` (N, A), `NAME/frequencies` (planes,), `NAME/query` and
-`NAME/key` (N, head_dim), and what follows from them: `NAME/cos` and `NAME/sin` (N, D), as the rotary module of
-transformers returns them, and `NAME/rotated_query` and `NAME/rotated_key`. Metadata: `format`, `version`, `model`, and
-`rotations`, a list in JSON of what [`Rotation.describe`] returns.
+Test vectors: what every rotation of a model computes for known positions, in float64, as a file of safetensors that
+`docs/reference/check_rope.md` describes. [`Rotation.describe`] returns what its metadata say of a rotation.
 """
 
 import json
@@ -25,10 +21,6 @@ from .rotation import STATES, STYLE_NAMES, Rotation
 FORMAT, VERSION = "hf-liere-rope", "1"
 
 
-class VectorsError(InputError):
-    """A file that cannot be compared; the message says what is accepted."""
-
-
 def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors]) -> None:
     """Write the vectors of a model's rotations. Raises `FileExistsError` if `path` exists."""
     metadata = {
@@ -47,22 +39,22 @@ def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors
 
 
 def read_tensors(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file. Raises [`VectorsError`] if it is not a safetensors file."""
+    """The tensors and the metadata of a file. Raises [`InputError`] if it is not a safetensors file."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise VectorsError(f"{path} cannot be read: {error}; accepted are files of safetensors.") from None
+        raise InputError(f"{path} cannot be read: {error}; accepted are files of safetensors.") from None
 
 
 def read_vectors(path: str | os.PathLike) -> list[Vectors]:
     """
-    The rotations that a file describes; results are computed again from positions, never read. Raises [`VectorsError`]
+    The rotations that a file describes; results are computed again from positions, never read. Raises [`InputError`]
     if the file describes none, or a tensor is missing.
     """
     tensors, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
-        raise VectorsError(
+        raise InputError(
             f"{path} has format {metadata.get('format')!r}, version {metadata.get('version')!r}: accepted are files "
             f"with the metadata that `hf-liere rope MODEL --vectors FOLDER` writes, {FORMAT!r}, {VERSION!r}. Without "
             "them, name the model, or the file of its test vectors, before --check."
@@ -75,21 +67,19 @@ def read_vectors(path: str | os.PathLike) -> list[Vectors]:
             states = {state: tensors[f"{name}/{state}"].double() for state in STATES if f"{name}/{state}" in tensors}
             vectors.append(Vectors(rotation, tensors[f"{name}/positions"], states))
     except (KeyError, TypeError, ValueError) as error:
-        raise VectorsError(f"{path} is incomplete: {error!r}; keep all tensors of the vectors that you copy.") from None
+        raise InputError(f"{path} is incomplete: {error!r}; keep all tensors of the vectors that you copy.") from None
     return vectors
 
 
 def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diagnosis]:
     """
-    Compare the results in a file with what is right.
+    Compare the results in a file with what is right. Raises `InputError` if the file contains no result of any
+    rotation, one of none, or one that is not a table.
 
     Args:
         path: A file with `NAME/cos`, `NAME/sin`, `NAME/rotated_query`, `NAME/rotated_key` or some of these, in any
             type, for some of the rotations; names of tensors suffice where there is one rotation.
         vectors: The right results of all rotations of the model.
-
-    Raises:
-        VectorsError: if the file contains no result of any rotation, one of none, or one that is not a table.
     """
     tensors, _ = read_tensors(path)
     if len(vectors) == 1:
@@ -101,15 +91,15 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
         name, _, tensor = key.rpartition("/")
         if tensor in TENSORS:
             if name not in names:
-                raise VectorsError(f"{path} contains {key!r}; accepted are rotations called {sorted(names)}.")
+                raise InputError(f"{path} contains {key!r}; accepted are rotations called {sorted(names)}.")
             if value.ndim < 2 or not value.is_floating_point():
-                raise VectorsError(
+                raise InputError(
                     f"{path} contains {key!r} of shape {tuple(value.shape)} and type {value.dtype}; accepted are "
                     "floating point numbers for every token and channel, (N, D)."
                 )
             given.setdefault(name, {})[tensor] = value
     if not given:
-        raise VectorsError(
+        raise InputError(
             f"{path} contains {sorted(tensors)}; accepted are {', '.join(TENSORS)} of rotations called {sorted(names)}."
         )
     others = {name: part.rotation for name, part in names.items()}
@@ -128,21 +118,20 @@ def check_file(path: str | os.PathLike, vectors: Sequence[Vectors]) -> list[Diag
 
 
 def _unify_layout(rotation: Rotation, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Bring cos and sin to the layout of the model, in place, and say if it was another one."""
+    """Leave one column for each plane where cos and sin have another layout than the model's, in place; say if so."""
     names = [name for name in ("cos", "sin") if name in tensors and tensors[name].shape[1] % 2 == 0]
     count = rotation.planes.num_planes
     if not names or rotation.channels not in ((*range(count), *range(count)), tuple(i // 2 for i in range(2 * count))):
         return []
     is_halves = rotation.channels[1] == 1
-    changed: dict[str, torch.Tensor] = {}
+    columns: dict[str, torch.Tensor] = {}
     for name in names:
         value = tensors[name]  # (N, D)
         halves, adjacent = value.chunk(2, 1), (value[:, 0::2], value[:, 1::2])
         given, wanted = (adjacent, halves) if is_halves else (halves, adjacent)
         if not torch.equal(*given) or torch.equal(*wanted):
             return []
-        column = given[0]  # (N, planes)
-        changed[name] = torch.cat([column, column], 1) if is_halves else column.repeat_interleave(2, 1)
-    tensors |= changed
+        columns[name] = given[0]  # (N, planes)
+    tensors |= columns
     given_style = STYLE_NAMES["adjacent" if is_halves else "halves"]
     return [f"cos and sin are laid out for {given_style}, in the model for the other"]
