@@ -168,7 +168,7 @@ def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope)
             before = probe.capture(turn)
             planned.attach(encoding)
             try:
-                after = probe.capture(carry(turn, coordinates, encoding.has_prefix), is_patched=True)
+                after = probe.capture(carry(turn, coordinates, encoding.has_prefix))
             finally:
                 detach(tower.module)
         # Less than the angle of any wrong pair, and more than the rounding of half types.

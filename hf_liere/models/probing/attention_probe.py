@@ -12,17 +12,16 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import AttentionInterface
 
-from .coordinate_probe import Turn, find_positions
+from .coordinate_probe import Turn, find_positions, first_that_works
 from .module_inspection import View, device_of, find_indexers, forward_arguments, is_rotation, required_arguments, takes
 from .rope_layout import RopeTower
-from .trials import first_that_works
 
 
 class CapturedStates(Exception):
@@ -64,6 +63,7 @@ class CaptureFunction(TorchFunctionMode):
 
 # Called with the name of a module, and as a forward hook: returns another output, or `None`.
 Replacement = Callable[[str, nn.Module, tuple, Any], torch.Tensor | None]
+QueryKey: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -118,24 +118,15 @@ class Probe:
         dtype = _weight_type(self.attention)
         return torch.complex(cos, sin) if self.layout.is_complex else (cos.to(dtype), sin.to(dtype))
 
-    def capture(
-        self,
-        turn: Turn,
-        shared: "SharedStates | None" = None,
-        replace: "Replacement | None" = None,
-        is_patched: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def capture(self, turn: Turn, shared: "SharedStates | None" = None, replace: Replacement | None = None) -> QueryKey:
         """
-        Query and key, (B, H, N, head_dim) in float32 on the CPU, that attention computes with.
+        Query and key, (B, H, N, head_dim) in float32 on the CPU, that attention computes with. Raises `ValueError` if
+        the attention module cannot be called alone.
 
         Args:
-            turn: What it takes as `position_embeddings`, and what a rotary module inside returns.
+            turn: What it takes as `position_embeddings`, and what a rotary module inside returns that is not patched.
             shared: Keys of other attention modules; `None` computes those that this one reads.
             replace: Returns other outputs of the modules inside.
-            is_patched: Whether a rotary module inside returns its own output instead.
-
-        Raises:
-            ValueError: if the attention module cannot be called alone.
         """
         if shared is None:
             shared = SharedStates()
@@ -144,23 +135,21 @@ class Probe:
         if self.form is None:
             # Trials that fail would confuse what replaces outputs.
             forms = propose_forms(self.attention, self.coordinates)
-            self.form = first_that_works(lambda form: self._call(form, turn, shared, None, is_patched) and form, forms)
+            self.form = first_that_works(lambda form: self._call(form, turn, shared, None) and form, forms)
         forms = filter(None, [self.form])
-        captured = first_that_works(lambda form: self._call(form, turn, shared, replace, is_patched), forms)
+        captured = first_that_works(lambda form: self._call(form, turn, shared, replace), forms)
         if captured is None:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
         return captured
 
-    def _call(
-        self, form: "Form", turn: Turn, shared: "SharedStates", replace: "Replacement | None", is_patched: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _call(self, form: "Form", turn: Turn, shared: "SharedStates", replace: Replacement | None) -> QueryKey | None:
         """Query and key that attention computes with for a few tokens, if it does; raises what it raises."""
         handles, attention = [], self.filled
         if replace is not None:
             for name, module in attention.named_modules():
                 if name and name != self.inner_rope:
                     handles.append(module.register_forward_hook(partial(replace, name)))
-        if self.inner_rope and not is_patched:
+        if self.inner_rope and not hasattr(self.tower.module, "rotary_encoding"):
             rope = attention.get_submodule(self.inner_rope)
             handles.append(rope.register_forward_hook(lambda module, args, output: _like(turn, output)))
         try:
@@ -229,16 +218,14 @@ class Probe:
         return True
 
     @torch.no_grad()
-    def rotate_quarter(
-        self, replace: "Replacement | None" = None
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    def rotate_quarter(self, replace: Replacement | None = None) -> tuple[QueryKey, QueryKey]:
         """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
         (q, k), (rq, rk) = (self.capture(turn, None, replace) for turn in self.quarter)
         return (q.flatten(0, -2), k.flatten(0, -2)), (rq.flatten(0, -2), rk.flatten(0, -2))
 
     @functools.cached_property
     @torch.no_grad()
-    def later_modules(self) -> "Replacement":
+    def later_modules(self) -> Replacement:
         """Replaces modules that get queries or keys after their rotation (norms) by the identity."""
         recorded: list[dict[str, list[torch.Tensor]]] = []
         for turn in self.quarter:

@@ -27,10 +27,8 @@ class AttentionTower:
 
     def choose_layers(self, layers: list[int] | None) -> list[int]:
         """
-        The indices of the attention layers to patch; `None` means all.
-
-        Raises:
-            ValueError: if there are no such layers, or the tower has a `rotary_encoding` already.
+        The indices of the attention layers to patch; `None` means all. Raises `ValueError` if there are no such layers,
+        or the tower has a `rotary_encoding` already.
         """
         available = list(range(len(self.attentions)))
         chosen = available if layers is None else layers

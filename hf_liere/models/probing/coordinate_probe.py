@@ -3,16 +3,16 @@ Rotary modules: modules with frequencies that return cos and sin of positions, o
 copy with other frequencies shows the coordinates that a rotary module multiplies with them.
 """
 
+import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from .module_inspection import forward_arguments, takes
-from .trials import first_that_works
 
 
 # sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
@@ -133,6 +133,19 @@ def read_frequencies(rope: nn.Module, buffer: str, device: torch.device | None =
 def _values(rope: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers and parameters of a rotary module."""
     return {name: value for name, value in {**rope._buffers, **rope._parameters}.items() if value is not None}
+
+
+def first_that_works(call: Callable[[Any], Any], ways: Iterable) -> Any:
+    """
+    What `call` returns for the first of some ways with which it does not fail and returns something; else `None`. With
+    other arguments than those of its model, code of any kind fails in any way.
+    """
+    for way in ways:
+        with contextlib.suppress(Exception):
+            result = call(way)
+            if result is not None:
+                return result
+    return None
 
 
 def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:

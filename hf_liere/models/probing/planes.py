@@ -95,14 +95,9 @@ def pair_channels(style: str, count: int, start: int = 0) -> Pairs:
 
 def channel_pairs(pairing: str | Sequence[tuple[int, int]], head_dim: int, planes: int | None) -> Pairs:
     """
-    The two channels (c, d) of every plane, see [`LieRotaryEmbedding`].
-
-    Args:
-        planes: Their number; `None` means as many as there are channels for.
-
-    Raises:
-        ValueError: if `pairing` is unknown, names a channel twice or one that does not exist, or has another number of
-            planes.
+    The two channels (c, d) of so many planes, by default as many as there are channels for; see [`LieRotaryEmbedding`].
+    Raises `ValueError` if `pairing` is unknown, names a channel twice or one that does not exist, or has another number
+    of planes.
     """
     if not isinstance(pairing, str):
         pairs = tuple((int(first), int(second)) for first, second in pairing)

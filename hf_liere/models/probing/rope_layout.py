@@ -9,7 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from os.path import commonprefix
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from .module_inspection import cache_name, find_indexers, forward_arguments, for
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# By name of a tower, and then of a module inside, the names of rotary modules.
+RopeNames: TypeAlias = dict[str, dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,8 @@ class RopeTower(AttentionTower):
 
 def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTower]:
     """
-    All modules of a model that contain a rotary module, with the attention modules that it serves.
-
-    Args:
-        target: Name of the one such module to return; `None` means all.
-
-    Raises:
-        ValueError: if there is none, or its frequencies cannot be learned; the message names the module.
+    All modules of a model that contain a rotary module, with the attention modules that it serves, or the one called
+    `target`. Raises `ValueError` if there is none, or its frequencies cannot be learned; the message names the module.
     """
     modules = dict(model.named_modules())
     towers = group_ropes(modules)
@@ -143,7 +141,7 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     return [_make_tower(modules, tower, sum(towers[tower].values(), []), served[tower]) for tower in chosen]
 
 
-def group_ropes(modules: dict[str, nn.Module]) -> dict[str, dict[str, list[str]]]:
+def group_ropes(modules: dict[str, nn.Module]) -> RopeNames:
     """
     By name of a tower, and then of each module around rotary modules, the names of these. Where every layer of a stack
     has a rotary module, the module around the stack is the tower.
@@ -158,42 +156,35 @@ def group_ropes(modules: dict[str, nn.Module]) -> dict[str, dict[str, list[str]]
         most = 1 if any(part.isdigit() for part in owner.split(".")) else 0
         is_layer = owner != "" and sum(name.startswith(f"{owner}.") for name in users) <= most
         stacks.setdefault((re.sub(r"\d+", "*", owner) if is_layer else owner, is_layer), []).append(owner)
-    towers: dict[str, dict[str, list[str]]] = {}
+    towers: RopeNames = {}
     for (_, is_layer), owners in stacks.items():
-        paths = [owner.split(".") for owner in owners]
-        tower = owners[0]
-        if len(owners) > 1:
-            common = next(i for i, names in enumerate(zip(*paths)) if len(set(names)) > 1)
-            tower = _skip_containers(modules, ".".join(paths[0][:common]))
-        elif is_layer:
-            tower = _skip_containers(modules, tower.rpartition(".")[0])
+        path = commonprefix([owner.split(".") for owner in owners])
+        path = path[:-1] if is_layer and len(owners) == 1 else path
+        tower = _skip_containers(modules, ".".join(path))
         towers.setdefault(tower, {}).update({owner: around[owner] for owner in owners})
     return towers
 
 
-def _find_served(
-    modules: dict[str, nn.Module], towers: dict[str, dict[str, list[str]]]
-) -> dict[str, dict[str, list[str]]]:
+def _find_served(modules: dict[str, nn.Module], towers: RopeNames) -> RopeNames:
     """
     By name of a tower, and then of an attention module, the names of the rotary modules that may serve it: those of the
     innermost module around, or its own.
     """
     owners = {owner: tower for tower, found in towers.items() for owner in found}
-    served: dict[str, dict[str, list[str]]] = {tower: {} for tower in towers}
-    serving = set()
-    for name in _find_users(modules):
-        inside = [owner for owner in owners if not owner or name.startswith(f"{owner}.")]
-        if inside:
-            owner = max(inside, key=len)
-            serving.add(owner)
+    served: RopeNames = {tower: {} for tower in towers}
+    around = {
+        name: max((owner for owner in owners if not owner or name.startswith(f"{owner}.")), key=len, default=None)
+        for name in _find_users(modules)
+    }
+    idle = owners.keys() - around.values()
+    for name, module in modules.items():
+        owner = around.get(name)
+        may_attend = name in idle and takes(module, "position_ids") and hasattr(module, "config")
+        if may_attend and not isinstance(module, PreTrainedModel):
+            owner = name
+        if owner is not None:
             served[owners[owner]][name] = towers[owners[owner]][owner]
-    for owner, tower in owners.items():
-        module = modules[owner]
-        may_attend = takes(module, "position_ids") and hasattr(module, "config")
-        if owner not in serving and may_attend and not isinstance(module, PreTrainedModel):
-            served[tower][owner] = towers[tower][owner]
-    order = {name: place for place, name in enumerate(modules)}
-    return {tower: dict(sorted(found.items(), key=lambda pair: order[pair[0]])) for tower, found in served.items()}
+    return served
 
 
 def _skip_containers(modules: dict[str, nn.Module], name: str) -> str:
@@ -214,9 +205,7 @@ def _find_users(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def _refuse_common_weights(
-    modules: dict[str, nn.Module], served: dict[str, dict[str, list[str]]], chosen: Collection[str]
-) -> None:
+def _refuse_common_weights(modules: dict[str, nn.Module], served: RopeNames, chosen: Collection[str]) -> None:
     """Towers with a cache that share weights read each other's keys, as decoders do that attend to cached inputs."""
     first_with: dict[nn.Parameter, tuple[str, str]] = {}
     for owner, attentions in served.items():
@@ -232,11 +221,7 @@ def _refuse_common_weights(
 
 
 def _make_tower(modules: dict[str, nn.Module], owner: str, ropes: list[str], served: dict[str, list[str]]) -> RopeTower:
-    """
-    Args:
-        ropes: Names of all rotary modules of the tower.
-        served: By name of its attention modules, the rotary modules that may serve them.
-    """
+    """With `ropes`, its rotary modules, and `served`, by name of its attention modules, those that may serve them."""
     module = modules[owner]
     tower = RopeTower(owner, module, [(name, modules[name]) for name in served], [])
     unused = [name for name in ropes if not any(name in found for found in served.values())]
@@ -338,17 +323,10 @@ def _refuse_unknown_axes(rope: nn.Module, name: str, attention: nn.Module) -> No
 
 def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type: str | None) -> RopeLayout:
     """
-    The layout of a rotary module, from what it returns for known positions and frequencies.
-
-    Args:
-        name: Its name in the model.
-        inner_name: Its name in the tower.
-
-    Raises:
-        ValueError: if some channel is not the cos and sin of one coordinate times one frequency.
+    The layout of a rotary module, called `name` in the model and `inner_name` in its tower, from what it returns for
+    known positions and frequencies. Raises `ValueError` if some channel is not the cos and sin of one coordinate times
+    one frequency.
     """
-    if buffer not in rope._buffers:
-        raise ValueError(f"{name} ({type(rope).__name__}) has no {buffer}; its buffers: {sorted(rope._buffers)}.")
     refusal = ValueError(
         f"{name} ({type(rope).__name__}) does not return the cos and sin of one coordinate times one frequency of "
         f"{buffer} for every channel, as rotary_init='pretrained' needs."

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from .attention_probe import CapturedStates, Form, Probe, SharedStates, fill_values, propose_forms
+from .coordinate_probe import first_that_works
 from .module_inspection import forward_arguments, is_rotation, required_arguments, takes, takes_rotation
 from .planes import Pairs
 from .rope_layout import RopeTower
-from .trials import first_that_works
 
 
 # Two numbers from 1 to 16 identify a plane; half types represent these exactly.
@@ -27,10 +27,8 @@ DIGIT = 16
 @torch.no_grad()
 def find_pairs(probe: Probe) -> Pairs:
     """
-    The channels of a head that the attention module rotates, by plane of the layout.
-
-    Raises:
-        ValueError: if it cannot be called, or does not rotate every plane in exactly two channels.
+    The channels of a head that the attention module rotates, by plane of the layout. Raises `ValueError` if it cannot
+    be called, or does not rotate every plane in exactly two channels.
     """
     replace = probe.later_modules
     (plain, _), (rotated, _) = probe.rotate_quarter(replace)  # 2 × (B · H · N, head_dim)
@@ -59,10 +57,8 @@ def find_pairs(probe: Probe) -> Pairs:
 @torch.no_grad()
 def find_key_sources(tower: RopeTower) -> dict[int, int]:
     """
-    By index of an attention module of a tower that reads the keys of an earlier one, the index of that one.
-
-    Raises:
-        ValueError: if one that may do so cannot be called, or reads keys that none of them makes.
+    By index of an attention module of a tower that reads the keys of an earlier one, the index of that one. Raises
+    `ValueError` if one that may do so cannot be called, or reads keys that none of them makes.
     """
     shared = SharedStates()
     for layer, (name, attention) in enumerate(tower.attentions):
@@ -127,14 +123,8 @@ def passes_rotation(module: nn.Module, args: tuple, kwargs: dict) -> bool:
 
 def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> list[int]:
     """
-    Those of `layers` that make keys and rotate them.
-
-    Args:
-        are_named: Whether all of `layers` have to rotate.
-
-    Raises:
-        ValueError: if one of the named ones does not, or none does, or one rotates its queries and not its keys, or not
-            with all planes, or cannot be called to see it.
+    Those of `layers` that make keys and rotate them. Raises `ValueError` if none does, or one does not though all have
+    to (`are_named`), or rotates its queries and not its keys, or not with all planes, or cannot be called to see it.
     """
     reading = [layer for layer in layers if layer in tower.sources]
     if reading and are_named:
@@ -156,10 +146,8 @@ def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool)
 @torch.no_grad()
 def rotates(probe: Probe) -> bool:
     """
-    Whether an attention module rotates queries by the cos and sin that it takes.
-
-    Raises:
-        ValueError: if it rotates these and not its keys, or not with all planes, or cannot be called to see it.
+    Whether an attention module rotates queries by the cos and sin that it takes. Raises `ValueError` if it rotates
+    these and not its keys, or not with all planes, or cannot be called to see it.
     """
     if not probe.inner_rope and (_reads_nothing(probe) or _gets_nothing(probe)):
         return False

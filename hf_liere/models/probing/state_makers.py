@@ -46,10 +46,8 @@ class RotatedChannels(nn.Module):
     """
     Takes the rotated channels of queries and keys out of what a [`StateMaker`] returns, and puts them back.
 
-    Args:
-        planes: The planes of a head, in the order in which blocks contain them.
-
     Attributes:
+        planes: The planes of a head, in the order in which blocks contain them.
         order: (width,) the channel at every place: those of queries, of keys, then those that are not rotated; heads
             contain planes, whose two channels are neighbours.
         inverse: (width,) the place of every channel.
@@ -94,10 +92,8 @@ class RotatedChannels(nn.Module):
 def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
     """
     The modules whose outputs become the rotated channels of queries and keys unchanged; of queries alone where another
-    attention module makes the keys.
-
-    Raises:
-        ValueError: if there is none, or if it makes the channels of a token from several tokens or several times.
+    attention module makes the keys. Raises `ValueError` if there is none, or if it makes the channels of a token from
+    several tokens or several times.
     """
     if probe.has_other_keys():
         raise ValueError(
