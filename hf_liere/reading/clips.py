@@ -10,15 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..errors import require_libraries
-from .files import (
-    FRAME_SUFFIXES,
-    PICTURE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    UnreadableError,
-    has_suffix,
-    naming,
-    visible,
-)
+from .files import FRAME_SUFFIXES, PICTURE_SUFFIXES, VIDEO_SUFFIXES, UnreadableError, has_suffix, naming, visible
 from .pictures import develop, pixels, read_frames, read_picture
 from .volumes import count_slices, is_volume, read_volume, to_bytes, volume_spacing
 
@@ -38,11 +30,7 @@ class FrameReader:
     intensity_range: Sequence[float] | None = None
 
     def count(self, path: Path) -> int:
-        """Number of frames according to the file, without decoding them.
-
-        Raises:
-            UnreadableError: if the file cannot be opened.
-        """
+        """Number of frames according to the file, not decoded. Raises `UnreadableError` if it cannot be opened."""
         with naming(path.name):
             if is_volume(path):
                 return count_slices(path)
@@ -56,10 +44,9 @@ class FrameReader:
                 return stream.frames or len(_stamps(container))
 
     def read(self, path: Path, indices: Sequence[int] | None = None) -> np.ndarray:
-        """The frames with these ascending numbers, by default all.
-
-        Raises:
-            UnreadableError: if the file cannot be decoded up to the last one.
+        """
+        The frames with these ascending numbers, by default all. Raises `UnreadableError` if the file cannot be decoded
+        up to the last one.
         """
         with naming(path.name):
             return self.decode(path, indices)
@@ -106,10 +93,8 @@ class FrameReader:
     def spacing(self, path: Path) -> tuple[float, float, float]:
         """
         Distances of a volume's slices, rows and columns, in mm for scans and in the array's unit for npz. For videos,
-        all are 1: rows and columns are in pixels, and frames have [`frame_times`].
-
-        Raises:
-            UnreadableError: if the file has no spacing, or one that is not positive and finite.
+        all are 1: rows and columns are in pixels, and frames have [`frame_times`]. Raises `UnreadableError` if the file
+        has no spacing, or one that is not positive and finite.
         """
         with naming(path.name):
             return (1.0, 1.0, 1.0) if has_suffix(path, TIMED) else volume_spacing(path)
@@ -117,10 +102,8 @@ class FrameReader:
     def frame_times(self, path: Path, if_even: bool = True) -> np.ndarray | None:
         """
         Times of a clip's frames in seconds from the first, also at a variable rate; `None` for volumes and folders, and
-        without `if_even` at a constant rate, which the header of a video tells.
-
-        Raises:
-            UnreadableError: if the file lacks the time of a frame.
+        without `if_even` at a constant rate, which the header of a video tells. Raises `UnreadableError` if the file
+        lacks the time of a frame.
         """
         if path.is_dir() or not has_suffix(path, TIMED):
             return None

@@ -34,10 +34,8 @@ def read_frames(source: str | Path | IO[bytes]) -> Iterator[Any]:
 def develop(image: Any, mode: str = "RGB", turn: bool = True) -> Any:
     """
     The current frame of an opened picture in the mode `L` or `RGB`: turned as its metadata say (with `turn`), and laid
-    on white, so that colours of transparent pixels, which nobody sees, have no effect.
-
-    Raises:
-        UnreadableError: if the picture has more than eight bits per channel.
+    on white, so that colours of transparent pixels, which nobody sees, have no effect. Raises `UnreadableError` if the
+    picture has more than eight bits per channel.
     """
     from PIL import Image, ImageOps
 

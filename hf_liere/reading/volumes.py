@@ -59,10 +59,8 @@ def count_slices(path: Path) -> int:
 
 def read_volume(path: Path) -> np.ndarray:
     """
-    A volume (slices, rows, columns) or (slices, rows, columns, channels), in the file's dtype.
-
-    Raises:
-        UnreadableError: if the file contains no volume, or several.
+    A volume (slices, rows, columns) or (slices, rows, columns, channels), in the file's dtype. Raises `UnreadableError`
+    if the file contains no volume, or several.
     """
     if has_suffix(path, (".npy",)):
         volume = np.load(path, allow_pickle=False)
