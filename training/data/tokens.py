@@ -11,12 +11,12 @@ from torch.utils.data import Dataset
 
 from hf_liere.errors import InputError
 from hf_liere.models.fast.dispatch import working_dtype
-from hf_liere.reading.tokens import Columns, read_columns, require_distinct, to_float64
 from training.common.arguments import LimitArguments, flag, require_numbers
 from training.common.messages import abbreviate
 from training.data import handedness, pointers, poses, proteins, solids, views
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
+from training.data.token_files import Columns, read_columns, require_distinct, to_float64
 
 
 TASKS = ("sequence", "token")

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from ..errors import InputError
-from .files import UnreadableError, naming
+from hf_liere.errors import InputError
+from hf_liere.reading.files import UnreadableError, naming
 
 
 LENGTHS = "lengths"
@@ -28,10 +28,8 @@ Columns = dict[str, list]
 
 def read_columns(name: str, wanted: set[str]) -> Columns:
     """
-    The columns of a file; those that are not `wanted` are empty.
-
-    Raises:
-        InputError: if the file cannot be read or has another type.
+    The columns of a file; those that are not `wanted` are empty. Raises `InputError` if the file cannot be read or has
+    another type.
     """
     readers = {".npz": _read_npz, ".parquet": _read_parquet, ".ts": _read_ts}
     path = Path(name)
@@ -85,10 +83,8 @@ def _read_parquet(path: Path, wanted: set[str]) -> Columns:
 
 def to_float64(values: np.ndarray, where: str) -> np.ndarray:
     """
-    Positions (tokens, axes) as float64; times and durations in seconds, missing ones as NaN.
-
-    Raises:
-        InputError: with the number of tokens that lost a place of their own, here or where float32 was written.
+    Positions (tokens, axes) as float64; times and durations in seconds, missing ones as NaN. Raises `InputError` with
+    the number of tokens that lost a place of their own, here or where float32 was written.
     """
     if values.dtype.kind in "Mm":
         kept = (values - np.array(0, values.dtype)) / np.timedelta64(1, "s")
