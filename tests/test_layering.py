@@ -177,13 +177,3 @@ def test_import_needs_no_training_library():
         "; print(sorted(new & {'accelerate', 'datasets', 'evaluate', 'matplotlib', 'timm', 'av', 'peft'}))"
     )
     assert run_python("-c", code).stdout.strip() == "[]"
-
-
-def test_old_import_paths_lead_to_the_same_modules():
-    code = (
-        "import hf_liere.tools.hub.cards, hf_liere.hub.cards, hf_liere.tools.export; from hf_liere import export"
-        "; assert hf_liere.hub.cards is hf_liere.tools.hub.cards and export is hf_liere.tools.export"
-        "; assert export.__spec__.name == 'hf_liere.tools.export'"
-    )
-    said = run_python("-c", code).stderr
-    assert "FutureWarning: hf_liere.hub.cards has moved to hf_liere.tools.hub.cards" in said, said
