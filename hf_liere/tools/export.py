@@ -21,9 +21,8 @@ dictionary of tensors: `torch.export.load("model.pt2").module()(pixel_values)["l
 
 import importlib.util
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +35,6 @@ from ..models.encoding.kinds import encoding_of, needs_exponential, needs_spacin
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.module_inspection import cache_name, forward_arguments
 from ..models.transformer.configuration_liere import LieREPixelConfig, pair
-from ..models.transformer.modeling_liere import LieREPreTrainedModel
 from ..storage.targets import new_file
 
 
@@ -54,11 +52,16 @@ class ExportError(InputError):
     """The export is not possible; the message says what is accepted."""
 
 
-class _WithCache(nn.Module):
+class _Tokens(nn.Module):
     """A language model whose cache of keys and values are inputs and outputs, without padding."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, **sizes: object):
         super().__init__()
+        if any(value is not None for value in sizes.values()):
+            given = ", ".join(f"{name}={value}" for name, value in sizes.items())
+            raise ExportError(
+                f"{given}: the inputs of {type(model).__name__} are tokens, of any number; leave these out."
+            )
         self.model = model
         with torch.no_grad():
             output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
@@ -91,20 +94,60 @@ class _WithCache(nn.Module):
             found |= {f"present.{layer}.key": states.keys, f"present.{layer}.value": states.values}
         return found
 
-    def draw(self, batch: int, tokens: int, earlier: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Inputs of these sizes."""
+    def draw(self, batch: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         vocabulary = self.model.config.get_text_config().vocab_size
-        ids = torch.randint(vocabulary, (batch, tokens), device=self.model.device)
-        states = {name: x.new_ones(batch, x.shape[1], earlier, x.shape[3]) for name, x in self.empty.items()}
+        ids = torch.randint(vocabulary, (batch, batch + 1), device=self.model.device)
+        states = {name: x.new_ones(batch, x.shape[1], batch + 3, x.shape[3]) for name, x in self.empty.items()}
         return ids, {name: x.normal_() for name, x in states.items()}
 
+    @torch.no_grad()
+    def trace(self) -> tuple[torch.export.ExportedProgram, dict[str, dict]]:
+        module = _Tokens(self.model.fold_rotations()) if _folds(self.model) else self
+        batch, tokens, past = torch.export.Dim("batch"), torch.export.Dim("tokens"), torch.export.Dim("past", min=0)
+        shapes = {"input_ids": {0: batch, 1: tokens}, "past": dict.fromkeys(self.empty, {0: batch, 2: past})}
+        # The graph must not ask whether there are earlier tokens.
+        program = torch.export.export(
+            module, module.draw(2), dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True
+        )
+        names = {0: "batch", 2: "past"}
+        return program, {"input_ids": {0: "batch", 1: "tokens"}, "past": dict.fromkeys(self.empty, names)}
 
-class _TensorOutputs(nn.Module):
-    """A model whose only input is pixels and whose output is a dictionary of tensors."""
 
-    def __init__(self, model: PreTrainedModel):
+class _Pixels(nn.Module):
+    """A model whose only input is images or clips, and whose output is a dictionary of tensors."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        image_size: int | tuple[int, int] | None = None,
+        num_frames: int | None = None,
+        dynamic_size: bool | None = None,
+    ):
         super().__init__()
-        self.model = model
+        config = getattr(model, "config", None)
+        self.own = config if isinstance(config, LieREPixelConfig) else None
+        vision: Any = getattr(config, "vision_config", config)
+        sizes: list[Any] = [getattr(vision, name, None) for name in ("image_size", "patch_size", "num_channels")]
+        is_known = getattr(model, "main_input_name", None) == "pixel_values" and None not in sizes
+        if self.own is None and (not is_known or hasattr(vision, "num_frames")):
+            raise ExportError(
+                f"{type(model).__name__}: accepted are the image and video models of hf_liere, and Transformers models "
+                "that take images of one configured size alone; of a model with text, its part, such as "
+                "model.vision_model."
+            )
+        shape = self.own.input_shape if self.own else pair("image_size", sizes[0])
+        patch = self.own.patch_shape if self.own else pair("patch_size", sizes[1])
+        if image_size is not None:
+            shape = (*shape[:-2], *pair("image_size", image_size))
+        if num_frames is not None:
+            if len(shape) == 2:
+                raise ExportError(f"num_frames={num_frames}: inputs of this model are images.")
+            shape = (num_frames, *shape[1:])
+        if any(size < extent or size % extent for size, extent in zip(shape, patch)):
+            raise ExportError(f"An input of {tuple(shape)} is not divisible into patches of {patch}.")
+        self.model, self.patch, self.channels = model, patch, sizes[2]
+        self.grid = tuple(size // extent for size, extent in zip(shape, patch))
+        self.dynamic_size, self.fixed_size = dynamic_size, (image_size, num_frames)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -115,29 +158,84 @@ class _TensorOutputs(nn.Module):
                 tensors |= {f"{name}_{index}": tensor for index, tensor in enumerate(value)}
         return tensors
 
+    def draw(self, batch: int) -> tuple[torch.Tensor]:
+        *frames, height, width = (patches * extent for patches, extent in zip(self.grid, self.patch))
+        shape = (batch, *frames, self.channels, height, width)
+        return (torch.randn(shape, device=self.model.device, dtype=self.model.dtype),)
 
-class _ImageInput(NamedTuple):
-    """The images that a Transformers model takes, in the words of a [`LieREPixelConfig`]."""
-
-    input_shape: tuple[int, ...]
-    patch_shape: tuple[int, ...]
-    num_channels: int
-    num_axes: int = 2
-
-
-def _input_of(model: PreTrainedModel) -> LieREPixelConfig | _ImageInput:
-    """Raises `ExportError` unless a model takes images, or clips, and nothing else."""
-    config = getattr(model, "config", None)
-    if isinstance(model, LieREPreTrainedModel) and isinstance(config, LieREPixelConfig):
-        return config
-    vision: Any = getattr(config, "vision_config", config)
-    sizes: list[Any] = [getattr(vision, name, None) for name in ("image_size", "patch_size", "num_channels")]
-    if getattr(model, "main_input_name", None) != "pixel_values" or None in sizes or hasattr(vision, "num_frames"):
-        raise ExportError(
-            f"{type(model).__name__}: accepted are the image and video models of hf_liere, and Transformers models "
-            "that take images of one configured size alone; of a model with text, its part, such as model.vision_model."
+    def varies(self, has_exponential: bool) -> bool:
+        """Whether inputs may have any size. Raises `ExportError` if they are asked to and cannot."""
+        is_rope = any(
+            tower.rotary_encoding.config.rotary_init == "pretrained" for _, tower in patched_towers(self.model)
         )
-    return _ImageInput(pair("image_size", sizes[0]), pair("patch_size", sizes[1]), sizes[2])
+        obstacle = None
+        if has_exponential and is_rope:
+            obstacle = "the rotations of liere in a model with RoPE are constants of one size"
+        elif self.own is not None and self.own.use_absolute_position_embeddings:
+            obstacle = "the learned table of positions is resized for one image_size"
+        elif self.fixed_size != (None, None):
+            obstacle = "image_size={} and num_frames={} are a fixed size".format(*self.fixed_size)
+        elif 1 in self.grid:
+            obstacle = (
+                f"sizes that vary have two patches or more on every axis, and this model's inputs have {self.grid}"
+            )
+        if self.dynamic_size and obstacle:
+            raise ExportError(f"dynamic_size=True: {obstacle}; leave dynamic_size out.")
+        if self.dynamic_size is None:
+            return self.own is not None and not (obstacle or has_exponential)
+        return self.dynamic_size
+
+    @torch.no_grad()
+    def trace(self) -> tuple[torch.export.ExportedProgram, dict[str, dict]]:
+        own, grid = self.own, self.grid
+        if own is not None and needs_spacing(own):
+            raise ExportError(
+                f"coordinates={own.coordinates!r} need the spacing of every input, but pixel_values are the only input "
+                "of an exported file; torch.export.export takes spacing as well."
+            )
+        encodings = [own] if own else [tower.rotary_encoding.config for _, tower in patched_towers(self.model)]
+        has_exponential = any(map(needs_exponential, encodings))
+        is_dynamic = self.varies(has_exponential)
+        dims, names = {0: torch.export.Dim("batch")}, {0: "batch"}
+        if is_dynamic:
+            # The exporter would infer constraints from equal sizes or sizes of one in the example.
+            grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
+            sizes = {2: "height", 3: "width"} if len(grid) == 2 else {1: "frames", 3: "height", 4: "width"}
+            names |= sizes
+            dims |= {axis: extent * torch.export.Dim(f"patches_{axis}") for axis, extent in zip(sizes, self.patch)}
+        # An already folded model has constants for its grids and computes the rotations of other grids.
+        folds = encoding_of(own) is not None and own.folded_grids is None if own else _folds(self.model)
+        folds = folds and not (is_dynamic and has_exponential)
+        exported = _Pixels(self.model.fold_rotations(grids=[grid]) if folds else self.model)
+        exported.grid = grid
+        program = torch.export.export(
+            exported,
+            exported.draw(2),
+            dynamic_shapes={"pixel_values": dims},
+            # Models of transformers ask whether an image has the trained size, where they need not resize tables.
+            prefer_deferred_runtime_asserts_over_guards=is_dynamic and own is None,
+        )
+        for node in list(program.graph.nodes):
+            if node.target is torch.ops.aten._assert_scalar.default and "expression Ne(" in node.args[1]:
+                program.graph.erase_node(node)
+        program.graph_module.recompile()
+        return program, {"pixel_values": names}
+
+
+def _subject(model: PreTrainedModel, **sizes: Any) -> _Tokens | _Pixels:
+    """
+    What is exported of a model: `draw` makes inputs, and `trace` the graph, with names of the axes that vary: by
+    argument, or by input of an argument that is several.
+    """
+    generates = getattr(model, "main_input_name", None) == "input_ids" and model.can_generate()
+    is_text = generates and not (model.config.is_encoder_decoder or hasattr(model.config, "vision_config"))
+    return _Tokens(model, **sizes) if is_text else _Pixels(model, **sizes)
+
+
+def _folds(model: PreTrainedModel) -> bool:
+    """Whether a patched model has rotations to fold."""
+    configs = [tower.rotary_patch.config for _, tower in patched_towers(model)]
+    return bool(configs) and all(config.folded_grids is None for config in configs)
 
 
 def export_model(
@@ -179,12 +277,12 @@ def export_model(
     output = Path(output)
     _require_format(output, opset)
     with new_file(output) as partial:
-        program = export_program(model, image_size, num_frames, dynamic_size)
+        program, axes = _trace(model, image_size=image_size, num_frames=num_frames, dynamic_size=dynamic_size)
         config = model.config.to_json_string(use_diff=False)
         if output.suffix == TORCH_EXPORT:
             torch.export.save(program, partial, extra_files={"config.json": config})
         else:
-            _save_onnx(program, model, config, opset, partial)
+            _save_onnx(program, axes, config, opset, partial)
     return output
 
 
@@ -204,21 +302,10 @@ def _require_format(output: Path, opset: int | None) -> None:
             raise ExportError(f"opset={opset}: accepted are {OLDEST_OPSET} to {newest}.")
 
 
-def _name_axes(program: torch.export.ExportedProgram, model: PreTrainedModel) -> dict[str, dict]:
-    """By argument, the names of the axes that vary, or these by input of an argument that is several."""
-    if _writes_text(model):
-        _, past = program.example_inputs[0]
-        return {"input_ids": {0: "batch", 1: "tokens"}, "past": dict.fromkeys(past, {0: "batch", 2: "past"})}
-    (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
-    names = {0: "batch", **_size_axes(_input_of(model))}
-    return {"pixel_values": {axis: name for axis, name in names.items() if not isinstance(pixels.shape[axis], int)}}
-
-
 def _save_onnx(
-    program: torch.export.ExportedProgram, model: PreTrainedModel, metadata: str, opset: int | None, path: Path
+    program: torch.export.ExportedProgram, axes: dict[str, dict], metadata: str, opset: int | None, path: Path
 ) -> None:
     program = program.run_decompositions({torch.ops.aten.diagonal_scatter.default: _diagonal_scatter})
-    axes = _name_axes(program, model)
     # If the exporter cannot convert to a version, it only logs that and writes another one.
     with silence("torch.onnx", "onnxscript"):
         onnx_program = torch.onnx.export(
@@ -248,102 +335,22 @@ def export_program(
     The graph that [`export_model`] writes; `program.module()` returns the outputs by name, of `pixel_values`, or of
     `input_ids` and states of earlier tokens by name.
     """
-    if not _writes_text(model):
-        _input_of(model)
-    options, attention = (image_size, num_frames, dynamic_size), model.config._attn_implementation
-    if attention not in EXPORTABLE_ATTENTION:
-        raise ExportError(
-            f"attn_implementation={attention!r} cannot be exported; accepted are {', '.join(EXPORTABLE_ATTENTION)}, as "
-            "in model.set_attn_implementation('sdpa')."
-        )
-    if _writes_text(model) and {*options} != {None}:
-        raise ExportError(
-            f"image_size={image_size}, num_frames={num_frames}, dynamic_size={dynamic_size}: the inputs of "
-            f"{type(model).__name__} are tokens, of any number; leave these out."
-        )
+    return _trace(model, image_size=image_size, num_frames=num_frames, dynamic_size=dynamic_size)[0]
+
+
+def _trace(model: PreTrainedModel, **sizes: Any) -> tuple[torch.export.ExportedProgram, dict[str, dict]]:
     was_training = model.training
     model.eval()
     try:
-        return _trace_text(model) if _writes_text(model) else _trace_pixels(model, *options)
+        subject = _subject(model, **sizes)
+        if (attention := model.config._attn_implementation) not in EXPORTABLE_ATTENTION:
+            raise ExportError(
+                f"attn_implementation={attention!r} cannot be exported; accepted are "
+                f"{', '.join(EXPORTABLE_ATTENTION)}, as in model.set_attn_implementation('sdpa')."
+            )
+        return subject.trace()
     finally:
         model.train(was_training)
-
-
-def _writes_text(model: PreTrainedModel) -> bool:
-    """Whether a model takes tokens alone and keeps keys and values of earlier ones."""
-    takes_tokens = isinstance(model, PreTrainedModel) and model.main_input_name == "input_ids" and model.can_generate()
-    return takes_tokens and not (model.config.is_encoder_decoder or hasattr(model.config, "vision_config"))
-
-
-def _folds(model: PreTrainedModel) -> bool:
-    """Whether a patched model has rotations to fold."""
-    configs = [tower.rotary_patch.config for _, tower in patched_towers(model)]
-    return bool(configs) and all(config.folded_grids is None for config in configs)
-
-
-@torch.no_grad()
-def _trace_text(model: PreTrainedModel) -> torch.export.ExportedProgram:
-    module = _WithCache(model.fold_rotations() if _folds(model) else model)
-    batch, tokens, past = torch.export.Dim("batch"), torch.export.Dim("tokens"), torch.export.Dim("past", min=0)
-    shapes = {"input_ids": {0: batch, 1: tokens}, "past": dict.fromkeys(module.empty, {0: batch, 2: past})}
-    # The graph must not ask whether there are earlier tokens.
-    return torch.export.export(
-        module, module.draw(2, 3, 5), dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True
-    )
-
-
-def _trace_pixels(
-    model: PreTrainedModel,
-    image_size: int | tuple[int, int] | None,
-    num_frames: int | None,
-    dynamic_size: bool | None,
-) -> torch.export.ExportedProgram:
-    config = _input_of(model)
-    own = config if isinstance(config, LieREPixelConfig) else None
-    if own is not None and needs_spacing(own):
-        raise ExportError(
-            f"coordinates={own.coordinates!r} need the spacing of every input, but pixel_values are the only input "
-            "of an exported file; torch.export.export takes spacing as well."
-        )
-    grid = _grid(config, image_size, num_frames)
-    encodings: list[Any] = [own] if own else [tower.rotary_encoding.config for _, tower in patched_towers(model)]
-    has_exponential = any(map(needs_exponential, encodings))
-    is_rope = any(encoding.rotary_init == "pretrained" for encoding in encodings)
-    obstacles = {
-        "the rotations of liere in a model with RoPE are constants of one size": has_exponential and is_rope,
-        "the learned table of positions is resized for one image_size": own and own.use_absolute_position_embeddings,
-        f"image_size={image_size} and num_frames={num_frames} are a fixed size": {image_size, num_frames} != {None},
-        f"sizes that vary have at least two patches on every axis, and the inputs of this model have {grid}": 1 in grid,
-    }
-    found = [obstacle for obstacle, holds in obstacles.items() if holds]
-    if dynamic_size and found:
-        raise ExportError(f"dynamic_size=True: {found[0]}; leave dynamic_size out.")
-    if dynamic_size is None:
-        dynamic_size = own is not None and not (found or has_exponential)
-    if dynamic_size:
-        # The exporter would infer constraints from equal sizes or sizes of one in the example.
-        grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
-    pixels = _pixels(config, grid, batch_size=2)
-    dynamic = {0: torch.export.Dim("batch")}
-    if dynamic_size:
-        for axis, extent in zip(_size_axes(config), config.patch_shape):
-            dynamic[axis] = extent * torch.export.Dim(f"patches_{axis}")
-    # An already folded model has constants for its grids and computes the rotations of other grids.
-    folds = encoding_of(own) is not None and own.folded_grids is None if own else _folds(model)
-    exported = model.fold_rotations(grids=[grid]) if folds and not (dynamic_size and has_exponential) else model
-    with torch.no_grad():
-        program = torch.export.export(
-            _TensorOutputs(exported),
-            (pixels.to(device=model.device, dtype=model.dtype),),
-            dynamic_shapes={"pixel_values": dynamic},
-            # Models of transformers ask whether an image has the trained size, where they need not resize tables.
-            prefer_deferred_runtime_asserts_over_guards=dynamic_size and own is None,
-        )
-    for node in list(program.graph.nodes):
-        if node.target is torch.ops.aten._assert_scalar.default and "expression Ne(" in node.args[1]:
-            program.graph.erase_node(node)
-    program.graph_module.recompile()
-    return program
 
 
 def run_exported(
@@ -363,21 +370,24 @@ def run_exported(
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    inputs = {"pixel_values": states} if past is None else {"input_ids": states, **past}
-    arrays = session.run(names, {name: value.numpy() for name, value in inputs.items()})
-    return {name: torch.from_numpy(array) for name, array in zip(names, arrays)}
+    inputs = {session.get_inputs()[0].name: states, **(past or {})}
+    arrays = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return {output.name: torch.from_numpy(array) for output, array in zip(session.get_outputs(), arrays)}
 
 
 def export_checkpoint(
-    checkpoint: str | os.PathLike, output: str | os.PathLike, revision: str | None = None, **options: Any
+    checkpoint: str | os.PathLike,
+    output: str | os.PathLike,
+    revision: str | None = None,
+    opset: int | None = None,
+    **sizes: Any,
 ) -> str:
     """
     [`export_model`] of a saved model; compares the outputs of the written file with the model's.
 
     Args:
         checkpoint: Directory or repository on the Hub.
-        output: As in [`export_model`], like the `options`.
+        output: As in [`export_model`], like `opset` and `sizes`.
         revision: Branch, tag or commit of the repository.
 
     Returns:
@@ -388,32 +398,24 @@ def export_checkpoint(
         ExportError: as [`export_model`], and (before writing) if the outputs differ by more than 1e-4 of the largest.
     """
     output = Path(output)
-    _require_format(output, options.get("opset"))
+    _require_format(output, opset)
     with new_file(output) as partial:
         model, _ = load_checkpoint(checkpoint, revision, dtype="auto")
-        export_model(model, partial, **options)
-        comparison = _comparison(model, partial, options)
+        export_model(model, partial, opset=opset, **sizes)
+        comparison = _compare(_subject(model, **sizes), partial)
     return f"{output}: {type(model).__name__}{comparison}"
 
 
-def _comparison(model: PreTrainedModel, path: Path, options: Mapping) -> str:
+@torch.no_grad()
+def _compare(subject: _Tokens | _Pixels, path: Path) -> str:
     """A description of the exported file and its error. Raises `ExportError` if the outputs differ from the model's."""
     if path.suffix == ONNX and importlib.util.find_spec("onnxruntime") is None:
         return "; not compared, for onnxruntime is not installed"
-    module: nn.Module
-    if _writes_text(model):
-        module = _WithCache(model.eval())
-        inputs = module.draw(3, 4, 6)
-    else:
-        config, module = _input_of(model), _TensorOutputs(model.eval())
-        grid = _grid(config, options.get("image_size"), options.get("num_frames"))
-        inputs = (_pixels(config, grid, batch_size=3).normal_(),)
-    with torch.no_grad():
-        expected = module(*inputs)
+    inputs = subject.draw(3)
     found = run_exported(path, *inputs)
     difference = max(
         ((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)).item()
-        for name, tensor in expected.items()
+        for name, tensor in subject(*inputs).items()
     )
     if not difference <= TOLERANCE:
         raise ExportError(
@@ -431,30 +433,3 @@ def _diagonal_scatter(
     first, second = torch.arange(states.shape[dim1]), torch.arange(states.shape[dim2])
     diagonal = torch.diag_embed(source, offset, dim1, dim2)
     return torch.where((second == first[:, None] + offset).to(states.device), diagonal, states)
-
-
-def _grid(
-    config: LieREPixelConfig | _ImageInput, image_size: int | tuple[int, int] | None, num_frames: int | None
-) -> tuple[int, ...]:
-    """Patches per axis of inputs of this size; `None` means the configuration's."""
-    shape = config.input_shape
-    if image_size is not None:
-        shape = (*shape[:-2], *pair("image_size", image_size))
-    if num_frames is not None:
-        if config.num_axes == 2:
-            raise ExportError(f"num_frames={num_frames}: inputs of this model are images.")
-        shape = (num_frames, *shape[1:])
-    if any(size < extent or size % extent for size, extent in zip(shape, config.patch_shape)):
-        raise ExportError(f"An input of {tuple(shape)} is not divisible into patches of {config.patch_shape}.")
-    return tuple(size // extent for size, extent in zip(shape, config.patch_shape))
-
-
-def _pixels(config: LieREPixelConfig | _ImageInput, grid: tuple[int, ...], batch_size: int) -> torch.Tensor:
-    """Black images or clips."""
-    *frames, height, width = (patches * extent for patches, extent in zip(grid, config.patch_shape))
-    return torch.zeros(batch_size, *frames, config.num_channels, height, width)
-
-
-def _size_axes(config: LieREPixelConfig | _ImageInput) -> dict[int, str]:
-    """Axes of `pixel_values` that may vary in size, in the order of a grid."""
-    return {2: "height", 3: "width"} if config.num_axes == 2 else {1: "frames", 3: "height", 4: "width"}
