@@ -20,10 +20,7 @@ from .staging import REPLACED
 def require_known_code(theirs: SavedModel, known: Sequence[SavedModel], place: str) -> SavedModel:
     """
     Require that all code of a repository is also in one of the `known` folders and that no file refers to code of other
-    repositories; returns the most similar known folder.
-
-    Raises:
-        HubError: naming the files of code that this known folder lacks or that differ.
+    repositories; returns the most similar known folder. Raises [`HubError`], naming the files of other code.
     """
     for name, references in _references(theirs.folder).items():
         if foreign := [reference for reference in references if "--" in reference]:
@@ -66,13 +63,10 @@ def differences(
     staged: SavedModel, coded: SavedModel, theirs: SavedModel, config_class: type[PreTrainedConfig] | None
 ) -> list[str]:
     """
-    What a push would change, except the card, in a folder with known code and the same weights: phrases.
+    What a push of `staged` would change, except the card, in a folder with known code and the same weights: phrases.
 
-    Args:
-        staged: The folder that would be pushed.
-        coded: The folder that [`require_known_code`] returned; its code and `auto_map` count.
-        config_class: The model's class, which parses both configurations, so that equivalent configurations of
-            different transformers releases are equal; `None` for an adapter.
+    Code and `auto_map` are those of `coded`, which [`require_known_code`] returned. The class parses both
+    configurations, so that equivalent ones of different transformers releases are equal; adapters have none.
     """
     there, ours = files_by_name(theirs.folder), files_by_name(staged.folder)
     found = [f"it lacks {path.name}" for path in sorted(coded.folder.glob("*.py")) if path.name not in there]
@@ -97,12 +91,7 @@ def differences(
 def obsolete_files(names: Iterable[str], pushed: Collection[str], theirs: SavedModel) -> list[str]:
     """
     The files of a repository that a push deletes: earlier weights, records and states, and the code of json files that
-    it replaces, with all that this code imports.
-
-    Args:
-        names: All files of the repository.
-        pushed: Files of the push.
-        theirs: The json files and the code at the repository's root.
+    it replaces, with all that this code imports. `theirs` has the json files and the code at the repository's root.
     """
     others = [name for name in names if name not in pushed]
     replaced: set[str] = set()

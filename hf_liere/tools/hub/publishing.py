@@ -37,7 +37,7 @@ from ...storage.client import (
     translate_hub_errors,
     wait_to_retry,
 )
-from ...storage.saved_model import ModelFolder, SavedModel, file_digest, files_by_name
+from ...storage.saved_model import ModelFolder, SavedModel, differing_files, files_by_name
 from . import reload_check
 from .cards import Card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
@@ -151,12 +151,8 @@ def publish(
     api: HfApi | None = None,
 ) -> Published:
     """
-    Commit a folder unchanged, and compare the Hub's list of files with it.
-
-    The same commit deletes weights, code, records, states and checkpoint folders of earlier pushes.
-
-    Raises:
-        ConcurrentCommitError, HubError: as [`push`].
+    Commit a folder unchanged, and compare the Hub's list of files with it. The same commit deletes weights, code,
+    records, states and checkpoint folders of earlier pushes. Raises the errors of the Hub that [`push`] raises.
     """
     api = api or HfApi()
     with translate_hub_errors(api, repo_id, revision):
@@ -165,9 +161,9 @@ def publish(
             retry(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
         head = retry(lambda: api.model_info(repo_id, revision=revision)).sha
         if parent_commit is not None and not head.startswith(parent_commit):
-            raise ConcurrentCommitError(_describe_newer_commits(api, repo_id, revision, parent_commit))
+            newer = _commits_since(api, repo_id, revision, parent_commit)
+            raise _has_moved_on(repo_id, revision, parent_commit, newer)
         present = retry(lambda: remote_digests(api, repo_id, head))
-        # The client hashes each file here, and reads it once more to send it.
         files = {name: CommitOperationAdd(name, path) for name, path in files_by_name(Path(folder)).items()}
         obsolete = _obsolete_files(api, repo_id, head, present, files)
         # The client makes no commit if nothing changes.
@@ -175,15 +171,9 @@ def publish(
         left = tuple(name for name in present if name not in (*files, *obsolete, ".gitattributes"))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files), left)
         listed = retry(lambda: remote_digests(api, repo_id, commit))
-        if wrong := [name for name, file in files.items() if not _has_digest(file, listed.get(name, ""))]:
+        if wrong := differing_files(Path(folder), {name: listed.get(name, "") for name in files}):
             raise HubError(f"{repo_id} at {commit} differs from the push: {', '.join(wrong)}. Push again.")
     return published
-
-
-def _has_digest(file: CommitOperationAdd, digest: str) -> bool:
-    if digest.startswith("git:"):
-        return digest == file_digest(Path(str(file.path_or_fileobj)), "git")
-    return digest == f"sha256:{file.upload_info.sha256.hex()}"
 
 
 def _obsolete_files(api: HfApi, repo_id: str, commit: str, names: Iterable[str], pushed: Collection[str]) -> list[str]:
@@ -197,10 +187,8 @@ def _obsolete_files(api: HfApi, repo_id: str, commit: str, names: Iterable[str],
 
 def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
     """
-    Create a repository unless it exists; returns its name with its owner.
-
-    Raises:
-        HubError: without a token that may write, or if `private` is true and the repository exists and is public.
+    Create a repository unless it exists; returns its name with its owner. Raises [`HubError`] without a token that may
+    write, or if `private` is true and the repository exists and is public.
     """
     if token_in_use(api) is None:
         raise HubError(f"No token to push to {repo_id} on {api.endpoint}: run `hf auth login`, or set HF_TOKEN.")
@@ -228,13 +216,11 @@ def commit_once(
     parent: str,
 ) -> str:
     """
-    Make exactly one commit on top of `parent`, even if the Hub's answer gets lost; returns its hash.
+    Make exactly one commit on top of `parent`, even if the Hub's answer gets lost; returns its hash. Raises
+    [`ConcurrentCommitError`] if the branch has another newer commit.
 
     The client does not retry commits. Before retrying, search the history since `parent` for the commit, whose
     description contains a hash of its files.
-
-    Raises:
-        ConcurrentCommitError: if the branch has another newer commit.
     """
     contents = hashlib.sha256()
     for name, file in files.items():
@@ -260,7 +246,7 @@ def commit_once(
             if (commit.title, commit.message) == (message, description):
                 return commit.commit_id
         if landed:
-            raise ConcurrentCommitError(_describe_newer_commits(api, repo_id, revision, parent))
+            raise _has_moved_on(repo_id, revision, parent, landed)
 
 
 def _commits_since(api: HfApi, repo_id: str, revision: str, parent: str) -> list:
@@ -269,10 +255,9 @@ def _commits_since(api: HfApi, repo_id: str, revision: str, parent: str) -> list
     return commits[: ids.index(parent)] if parent in ids else commits
 
 
-def _describe_newer_commits(api: HfApi, repo_id: str, revision: str, parent: str) -> str:
-    newer = _commits_since(api, repo_id, revision, parent)
+def _has_moved_on(repo_id: str, revision: str, parent: str, newer: list) -> ConcurrentCommitError:
     shown = ", ".join(f"{commit.commit_id[:8]} {commit.title!r} by {', '.join(commit.authors)}" for commit in newer[:3])
-    return (
+    return ConcurrentCommitError(
         f"{repo_id} ({revision}) has moved on from commit {parent[:8]}: {shown}. Nothing was written; look at what is "
         "there and push again."
     )
@@ -280,11 +265,8 @@ def _describe_newer_commits(api: HfApi, repo_id: str, revision: str, parent: str
 
 def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> Published:
     """
-    Load a commit in a separate process, which runs its code without tokens or a connection to the Hub, and compare its
-    outputs; returns the commit marked as `reloaded`.
-
-    Raises:
-        HubError: if it does not load, or its outputs differ from those of the model here.
+    Load a commit in a separate process, which runs its code without tokens or a connection to the Hub; returns the
+    commit marked as `reloaded`. Raises [`HubError`] if it does not load, or gives other outputs than the model here.
     """
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as home:
         output = Path(home) / "outputs.safetensors"

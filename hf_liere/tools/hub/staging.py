@@ -71,20 +71,12 @@ def stage(
     saved: SavedModel, target: Path, max_shard_size: str | int = "5GB"
 ) -> tuple[SavedModel, PreTrainedModel | None]:
     """
-    Write the publishable files of a saved model or adapter into another folder.
+    Write the publishable files of a saved model or adapter, without a card, into a new folder; returns that and the
+    loaded model, which is `None` for an adapter.
 
-    Args:
-        saved: Output of a training script, of `hf-liere convert`, of `save_pretrained` or of `save_rotary`.
-        target: The new folder, without a card.
-        max_shard_size: Larger weights are split into several files.
-
-    Returns:
-        The new folder and the loaded model; `None` for an adapter.
-
-    Raises:
-        ValueError: if the folder does not contain exactly one of our models, its weights do not match its
-            configuration, a file is a link out of the folder, a weight or another file is invalid, or weights or
-            configuration have changed since they were first read.
+    Raises `ValueError` if the folder does not contain exactly one of our models, its weights do not match its
+    configuration, a file is a link out of the folder or invalid, or weights or configuration have changed since they
+    were first read.
     """
     for path in saved.weight_files:
         require_own_file(path)
@@ -133,12 +125,7 @@ def check_adapter(saved: SavedModel) -> None:
 
 
 def load_complete(saved: SavedModel) -> PreTrainedModel:
-    """
-    Load one of our models from a folder with safetensors, as [`auto.load_checkpoint`].
-
-    Raises:
-        ValueError: if it is not one of our models or cannot be loaded, or its tensors do not fit.
-    """
+    """[`load_checkpoint`] of a folder with safetensors. Raises `ValueError` unless it contains one of our models."""
     if saved.weight_files and not saved.has(CONFIG):
         raise ValueError(f"{saved} contains neither {CONFIG} nor {ADAPTER_CONFIG}: it is not a saved model.")
     model_class(saved.architecture)
@@ -164,25 +151,19 @@ def write_code_for(theirs: SavedModel, folder: Path) -> list[SavedModel]:
 
 def complete_video_processor(folder: Path) -> None:
     """Write the code of our video processor beside a processor file that names it, and refer to it there."""
-    name, copied = VIDEO_SETTINGS, SavedModel(folder)
-    if not copied.has(name):
-        return
-    content = copied.read_json(name)
-    if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
+    copied, (code_file, _, name) = SavedModel(folder), VIDEO_PROCESSOR.partition(".")
+    content = copied.read_json(VIDEO_SETTINGS) if copied.has(VIDEO_SETTINGS) else {}
+    if content.get("video_processor_type") == name:
         content["auto_map"] = {"AutoVideoProcessor": VIDEO_PROCESSOR}
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-        code_file = VIDEO_PROCESSOR.partition(".")[0]
+        (folder / VIDEO_SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
         (folder / f"{code_file}.py").write_bytes(make_code(code_file, []).encode())
 
 
 def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:
     """
     Require that no file to publish contains a token, key or password, or a folder of this machine. Only the metadata of
-    weights are searched, and training states not at all, because they are tensors.
-
-    Raises:
-        MissingLibraryError: if the library with the patterns of secrets is not installed.
-        ValueError: naming the file and the kind of secret, not the secret.
+    weights are searched, and training states not at all, because they are tensors. Raises `ValueError`, naming the file
+    and the kind of secret, not the secret.
     """
     scanner = secret_scanner()
     known = {"a token": [token for token in [token_in_use(api)] if token]}
