@@ -74,21 +74,11 @@ def upgrade_checkpoint(
     **options: Any,
 ) -> LieREPreTrainedModel:
     """
-    Give a model a more general position encoding, or another image size, without changing the function that it
-    computes, and write it as a directory that `from_pretrained` reads.
+    Give a model a more general position encoding ([`upgrade_encoding`], with its `options`), or another image size
+    ([`resize_input`]), without changing the function that it computes, and write it as [`convert_checkpoint`] does.
 
-    Args:
-        checkpoint: An image or video model of ours, such as [`convert_checkpoint`] writes.
-        output: The directory; it must not exist, or be empty.
-        position_encoding: As for [`upgrade_encoding`]; `None` keeps the encoding.
-        image_size: As for [`resize_input`]; `None` keeps the size.
-        revision: Branch, tag or commit of a repository on the Hub.
-        options: Further arguments of [`upgrade_encoding`].
-
-    Raises:
-        ConversionError: if nothing would change, or no such model computes the same function, with the reason.
-        CheckpointError, HubError: as [`load_checkpoint`].
-        FileExistsError: if `output` is there and not an empty directory.
+    Raises [`ConversionError`] with the reason if nothing would change, or no such model computes the same function, and
+    the errors of [`load_checkpoint`].
     """
     if position_encoding is None and image_size is None:
         raise ConversionError("Nothing to upgrade: accepted are position_encoding, image_size or both.")

@@ -66,9 +66,7 @@ class Source:
     def weights(self, model: LieREPreTrainedModel) -> dict[str, torch.Tensor]:
         """
         All tensors of a model, of which only names and shapes are read: those in `made`, else under official names.
-
-        Raises:
-            ConversionError: if one is missing, has another shape, or a tensor of the checkpoint is left over.
+        Raises [`ConversionError`] if one is missing or has another shape, or a tensor of the checkpoint is left over.
         """
         weights = {}
         for name, tensor in model.state_dict().items():

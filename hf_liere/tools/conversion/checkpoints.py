@@ -12,8 +12,8 @@ row gets a row of zeros.
 Models of transformers and timm are not converted: `hf_liere.patch` gives them learned rotations as what they are.
 
 **Options** supply what the shapes do not determine; the source's `config.json` may contain them. `hf-liere convert
---help` prints them with their defaults, and `hf-liere convert --list` known repositories with theirs. The kind `naver`
-must be given where there are no frequencies, because timm's ViTs have the same names.
+--help` prints them with their defaults. The kind `naver` must be given where there are no frequencies, because timm's
+ViTs have the same names.
 
 **LieRE's layers.** The paper describes separate generators for every layer, and the official checkpoints contain one
 set per layer. The official forward pass, however, uses the first set in every layer; the other sets receive no gradient
@@ -150,12 +150,7 @@ def _unwrap(tensors: Mapping) -> dict[str, torch.Tensor]:
 
 
 def detect_source(keys: Iterable[str]) -> str:
-    """
-    The kind of a checkpoint, from its tensor names: one of [`SOURCES`] or [`PATCHED`].
-
-    Raises:
-        ConversionError: if the names match no kind.
-    """
+    """The kind of a checkpoint, from its tensor names: one of [`SOURCES`] or [`PATCHED`]."""
     keys = set(keys)
     for pattern, source in TELLING_NAMES.items():
         if any(re.fullmatch(pattern, key) for key in keys):

@@ -23,10 +23,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict | None]:
     """
-    The tensors of a file or directory, and the `config.json` beside them, if any. Nothing in it is executed.
-
-    Raises:
-        ConversionError, CheckpointError: if the checkpoint is missing, damaged, ours, or a pickle that needs code.
+    The tensors of a file or directory, and the `config.json` beside them, if any. Nothing in it is executed: a pickle
+    that needs code is refused with [`ConversionError`], like checkpoints that are missing, damaged or ours.
     """
     source_config = json_beside(path, "config.json")
     if path.is_dir():

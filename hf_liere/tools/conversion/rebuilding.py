@@ -20,10 +20,8 @@ Config = TypeVar("Config", bound=LieREConfig)
 
 def change_config(config: Config, changes: Mapping[str, object]) -> Config:
     """
-    A copy of a configuration with some fields changed.
-
-    Raises:
-        ConversionError: if the configuration is invalid or that of a model folded for inference.
+    A copy of a configuration with some fields changed. Raises [`ConversionError`] if it is invalid or that of a model
+    folded for inference.
     """
     if config.folded_grids is not None:
         raise ConversionError(
@@ -54,14 +52,8 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
     A model whose configured image size is `image_size`, and which computes the same as `model` for such images.
 
     A learned table is resized as the model itself resizes it. If coordinates refer to the training grid, generators are
-    multiplied by the ratio of old to new coordinates.
-
-    Args:
-        model: An image model of ours; it is left as it is.
-        image_size: One number, or height and width.
-
-    Raises:
-        ConversionError: if no model of that size computes the same function, with the reason.
+    multiplied by the ratio of old to new coordinates. Raises [`ConversionError`] with the reason if no image model of
+    that size computes the same function.
     """
     if not isinstance(model.config, LieREViTConfig):
         raise ConversionError(f"image_size={image_size}: accepted for image models, not for {model.config.model_type}.")

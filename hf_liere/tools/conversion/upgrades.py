@@ -184,9 +184,7 @@ def _upgrade_parameters(
 def _embed_blocks(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncoding) -> torch.Tensor:
     """
     Entries (A, layers, heads, blocks, entries) of blocks with the old blocks on their diagonals, and zeros elsewhere.
-
-    Raises:
-        ConversionError: if the rotations are not exponentials of sums, or the new blocks cannot contain the old ones.
+    Raises [`ConversionError`] if rotations are not exponentials of sums, or the new blocks cannot contain the old ones.
     """
     new = target.config
     old_size, size = matrices.shape[-1], new.block_size
@@ -251,13 +249,8 @@ def _move_planes(found: CommonPlanes, target: RotaryEncoding) -> tuple[torch.Ten
 
 def _assign_planes(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[int, int]:
     """
-    Maps every rotated plane of a head to its place among the planes of the new encoding.
-
-    Args:
-        frequencies: (A, planes).
-
-    Raises:
-        ConversionError: if the planes do not fit the blocks of the new encoding.
+    Maps every rotated plane of a head, with (A, planes) frequencies, to its place among the planes of the new encoding.
+    Raises [`ConversionError`] if the planes do not fit its blocks.
     """
     encoding, axes, blocks = target.config.position_encoding, len(frequencies), target.num_blocks
     refusal, traits = f"No exact upgrade to {encoding}", ENCODINGS[encoding]

@@ -81,11 +81,8 @@ class Card:
 
 def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = None) -> Card:
     """
-    Render the card of a checkpoint: metadata with a `model-index` of the measurements, text, tables and a plot.
-
-    Args:
-        repo_id: Repository for which the card is written.
-        folder: Folder of a checkpoint that is not on the Hub; the card's code then needs this package.
+    Render the card of a checkpoint: metadata with a `model-index` of the measurements, text, tables and a plot. Code in
+    it loads the model from the Hub, or with this package from a `folder` that is not there.
     """
     common = common_facts()
     encoding = common["encodings"][facts.encoding]
@@ -147,14 +144,9 @@ def push_card(
 ) -> Card:
     """
     The card to publish a model with: rendered from facts and records if there are any, else the card in the folder. An
-    adapter without a card gets one that describes it.
+    adapter without a card gets one that describes it. Without a `license`, that of the facts is taken.
 
-    Args:
-        license: The Hub's name of the licence; `None` takes that of the facts, if they name one.
-
-    Raises:
-        FactsError: if the facts contain no figure of these weights, or contradict checkpoint, records or `license`.
-        ValueError: if the weights cannot be read, or the folder contains both a complete model and an adapter.
+    Raises [`FactsError`] if the facts contain no figure of these weights, or contradict checkpoint, records or license.
     """
     # Damaged weights are reported before a missing card.
     saved.require_finite_weights()

@@ -79,17 +79,11 @@ def facts_of_run(
     progress: dict | None = None,
 ) -> Facts:
     """
-    Facts of a finished run (with `progress`, of a running one) from its checkpoint and records.
+    Facts of a finished run (with `progress`, of a running one) from its checkpoint and records, from `evaluations` of
+    the same weights at other sizes, and from `facts` with what these do not contain, as the heading (else `title`).
 
-    Args:
-        saved: Output of the training script.
-        facts: What checkpoint and records do not contain.
-        evaluations: Output folders of evaluations of the same weights, at other sizes.
-        title: Heading, if `facts` has none.
-
-    Raises:
-        FactsError: if a figure was measured with other or unknown weights, data or configuration, or if `facts`
-            contradict the checkpoint or its records; the message lists each such fact.
+    Raises [`FactsError`] if a figure was measured with other or unknown weights, data or configuration, or if `facts`
+    contradict the checkpoint or its records; the message lists each such fact.
     """
     checkpoint, conversion, run = describe_checkpoint(saved), read_record(saved, CONVERSION_FILE), Run.of(saved)
     known = facts or Facts(title=title or saved.folder.resolve().name, encoding=checkpoint["encoding"])
@@ -141,10 +135,8 @@ def is_describable(saved: SavedModel) -> bool:
 
 def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
     """
-    Facts of a saved model or adapter, by the names of [`Facts`], with every configuration field in `model`.
-
-    Raises:
-        FactsError: if the configuration is unreadable, not one of ours, or that of a model without cards.
+    Facts of a saved model or adapter, by the names of [`Facts`], with every configuration field in `model`. Raises
+    [`FactsError`] if the configuration is unreadable, not one of ours, or that of a model without cards.
     """
     if saved.is_adapter:
         try:
@@ -180,10 +172,8 @@ def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
 
 def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -> Figure | None:
     """
-    The evaluation in the output folder of a training script, or `metrics` of that run; `None` without one.
-
-    Raises:
-        FactsError: if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
+    The evaluation in the output folder of a training script, or `metrics` of that run; `None` without one. Raises
+    [`FactsError`] if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
     """
     metrics = read_record(saved, RESULTS_FILE) if metrics is None else metrics
     if not metrics:

@@ -228,10 +228,8 @@ def common_facts() -> dict[str, dict]:
 
 def load_facts(path: str | Path) -> Facts:
     """
-    Facts of a yaml file; a name without a path means one in model_cards/.
-
-    Raises:
-        FactsError: for a missing or unreadable file, an unknown key or a value out of range.
+    Facts of a yaml file; a name without a path means one in model_cards/. Raises [`FactsError`] for a missing or
+    unreadable file, an unknown key or a value out of range.
     """
     places = (Path(path), FOLDER / f"{Path(path).name}.yaml")
     if (file := next((place for place in places if place.is_file()), None)) is None:
