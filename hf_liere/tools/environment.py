@@ -152,20 +152,19 @@ def _markdown(found: dict) -> Iterator[str]:
     yield "\nWhat computes each function:\n"
     yield from [f"- {found['problem']}"] if found["problem"] else []
     # Dtypes of a device with the same result share a line.
-    types: dict[tuple, list[str]] = {}
+    types: dict[tuple[str, str], list[str]] = {}
     for (device, dtype), rows in itertools.groupby(found["functions"], lambda row: (row["device"], row["dtype"])):
         statements: dict[str, list[str]] = {}
         for row in rows:
             kind = {2: " of planes", 8: " of blocks"}[row["block_size"]] if row["function"] == "apply_rotation" else ""
             reasons = row["refusals"].items() if row["computed_by"] == PLAIN else ()
             for statement in (row["computed_by"], *(f"no {name}, because {reason}" for name, reason in reasons)):
-                statements.setdefault(statement, []).append(f"`{row['function']}`{kind}")
-        types.setdefault((device, *((statement, *names) for statement, names in statements.items())), []).append(dtype)
-    for (device, *shared), dtypes in types.items():
-        yield f"- {device}, {', '.join(dtypes)}:"
-        for statement, *names in shared:
-            names = ", ".join(names) if len(names) < len(FUNCTIONS) else "all functions"
-            yield f"    - {' '.join(statement.split())}: {names}"
+                statements.setdefault(" ".join(statement.split()), []).append(f"`{row['function']}`{kind}")
+        text = ""
+        for statement, names in statements.items():
+            text += f"\n    - {statement}: {', '.join(names) if len(names) < len(FUNCTIONS) else 'all functions'}"
+        types.setdefault((device, text), []).append(dtype)
+    yield from (f"- {device}, {', '.join(dtypes)}:{text}" for (device, text), dtypes in types.items())
     if found["comparisons"]:
         yield "\nKernels compared with plain operations in float64, before their first use:\n"
     for row in found["comparisons"]:

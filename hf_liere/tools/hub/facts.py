@@ -121,15 +121,14 @@ class Figure(Record):
 
     @classmethod
     def read(cls, content: Mapping[str, Any], place: str) -> "Figure":
-        """The figure in a mapping with the numbers beside the rest, where `low` and `high` mean the accuracy."""
-        longer = {"low": "accuracy_low", "high": "accuracy_high"}
-        given = {longer.get(name, name): value for name, value in content.items()}
-        given["numbers"] = {name: given[name] for name in NUMBERS if name in given}
-        if given.get("image_size") is not None:
+        """The figure in a mapping with the numbers beside the rest."""
+        given = {item.name: content.get(item.name) for item in fields(cls)}
+        given["numbers"] = {name: content[name] for name in NUMBERS if name in content}
+        if given["image_size"] is not None:
             given["image_size"] = sides_of(given["image_size"])
-        if isinstance(given.get("data"), dict):
+        if isinstance(given["data"], dict):
             given["data"] = Data.read(given["data"], f"{place}: data")
-        return super().read({item.name: given.get(item.name) for item in fields(cls)}, place)
+        return super().read(given, place)
 
     @property
     def key(self) -> tuple[int, list[int]]:
@@ -167,7 +166,7 @@ class Facts(Record):
     recipe: dict = fact("training settings by name", dict)
     recipe_source: str | None = fact("the origin of a planned recipe", None)
     results: list[Figure] = fact("evaluations", list)
-    paper_figures: list[Figure] = fact("`image_size`, `accuracy`, `low`, `high`, and `where` (paper, table)", list)
+    paper_figures: list[Figure] = fact("`image_size`, `accuracy`, its bounds, and `where` (paper, table)", list)
     cost: dict = fact("time and speed of training and the number of parameters, by name", dict)
     environment: dict = fact("versions and hardware of training", dict)
     architecture: str | None = fact("a model class; by default an image (with `num_frames`, a video) classifier", None)

@@ -171,17 +171,9 @@ def observe_attention(
     progress: bool = False,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """
-    Apply `reduce` to the attention weights of every layer, one at a time. The patches are the last tokens.
-
-    Args:
-        reduce: Maps one layer's (B, H, N, N) float32 attention weights, the number of tokens before the patches, and
-            the grid to (B, …).
-
-    Returns:
-        (layers, images, …), and the grid of patches.
-
-    Raises:
-        ValueError: as [`attention_maps`].
+    Apply `reduce` to the attention weights of every layer, one at a time: it maps (B, H, N, N) float32 weights, the
+    number of tokens before the patches, which are the last, and the grid to (B, …). Returns (layers, images, …) and the
+    grid; raises `ValueError` as [`attention_maps`].
     """
     if tower.is_flexible:
         raise ValueError(

@@ -38,21 +38,13 @@ def inspect_checkpoints(
     progress: bool = False,
 ) -> Path:
     """
-    Write `report.html`, `analysis.json` and `analysis.npz` to a directory, which appears only when it is complete. With
-    a second checkpoint, the page shows both side by side, and the directory also contains `compared.json`,
-    `compared.npz`, `comparison.json` and `comparison.npz`.
+    Write `report.html`, `analysis.json` and `analysis.npz` to a directory, which appears only when it is complete;
+    returns the path of the report. With a second checkpoint, the page shows both side by side, analysed on the same
+    images, and the directory also contains `compared.json`, `compared.npz`, `comparison.json` and `comparison.npz`.
 
-    The arguments are those of `hf-liere inspect`, with (directory or repository, revision) of one checkpoint,
-    or of two, which are analysed on the same images.
-
-    Returns:
-        The path of the report.
-
-    Raises:
-        InspectionError: if the checkpoint has no vision transformer, images cannot be read, the model refuses a size,
-            or one model takes images and the other videos.
-        InputError: if the folder of `output` is not writable.
-        FileExistsError: if `output` is not empty.
+    The arguments are those of `hf-liere inspect`, with (directory or repository, revision) of each checkpoint. Raises
+    [`InspectionError`] if a checkpoint has no vision transformer, images cannot be read, the model refuses a size, or
+    one model takes images and the other videos.
     """
     require_libraries("A report", "inspect", "matplotlib", "PIL")
     from .report import render_report
@@ -119,10 +111,8 @@ def _inspect(
 
 def _sizes(tower: Tower, image_sizes: Sequence[int] | None) -> tuple[list[tuple[int, int]], list[str]]:
     """
-    The (height, width) of inputs, and remarks on default sizes that the model refuses.
-
-    Raises:
-        InspectionError: if the model refuses one of `image_sizes`.
+    The (height, width) of inputs, and remarks on default sizes that the model refuses. Raises [`InspectionError`] if it
+    refuses one of `image_sizes`.
     """
     blank, patch = black_input(tower), tower.patch_embedding.kernel_size[-2:]
     sides = list(zip(blank.shape[-2:], patch))

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ...geometry.common_planes import find_common_planes, generator_matrices
-from ...models.encoding.commuting_encodings import FoldedPlanes
+from ...models.encoding.commuting_encodings import ROUNDING, FoldedPlanes
 from ...models.encoding.fixed_encodings import grid_steps
 from ...models.encoding.folding import build_encoding
 from ...models.encoding.kinds import encoding_of, needs_spacing
@@ -34,8 +34,6 @@ HISTOGRAM_BINS = 61
 # Number of draws of untrained generators, and of elements compared with learned ones.
 DRAWS = 10
 ELEMENTS_COMPARED = 20_000
-# Relative deviation from commuting generators that rounding their entries to float32 may cause.
-COMMUTING = 1e-6
 
 
 class Commutators(NamedTuple):
@@ -216,10 +214,8 @@ def relativity_error(
     encoding: RotaryEncoding, offsets: Iterable[float] | None = None, pairs: int = PAIRS, progress: bool = False
 ) -> RelativityError:
     """
-    Args:
-        offsets: Offsets in patches; `None` means from 0 to the longest axis of the trained grid.
-        pairs: Number of pairs of patches of the trained grid: two opposite corners, and others from a fixed seed.
-        progress: Whether to show a progress bar.
+    See [`RelativityError`]; offsets go from 0 to the longest axis of the trained grid, if none are given. The pairs of
+    patches are two opposite corners, and others from a fixed seed.
     """
     config = encoding.config
     # For an input with an extent of one unit, physical coordinates are these.
@@ -323,15 +319,15 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
 def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     """Frequencies of the common planes, see [`Frequencies`]; `None` if the generators do not commute."""
     planes = find_common_planes(generator_matrices(encoding))
-    if planes.error.max() > COMMUTING:
+    if planes.error.max() > ROUNDING:
         return None
     frequencies = planes.frequencies.flatten(3)  # (A, layers, heads, planes)
     frequencies = nn.functional.pad(frequencies, (0, encoding.config.head_dim // 2 - frequencies.shape[-1]))
-    first = (frequencies.abs() > COMMUTING * frequencies.norm(dim=0)).int().argmax(dim=0, keepdim=True)
+    first = (frequencies.abs() > ROUNDING * frequencies.norm(dim=0)).int().argmax(dim=0, keepdim=True)
     frequencies = frequencies * frequencies.gather(0, first).sign()
     # Axial encodings have planes of equal magnitude, whose order must not depend on rounding.
     magnitudes = frequencies.norm(dim=0)
-    rounding = 10 * COMMUTING * magnitudes.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    rounding = 10 * ROUNDING * magnitudes.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     order = torch.from_numpy(np.lexsort((-frequencies[0], -(magnitudes / rounding).round())))
     frequencies = frequencies.gather(-1, order.expand_as(frequencies))
     return Frequencies(frequencies, frequencies * step_sizes(encoding).view(-1, 1, 1, 1))

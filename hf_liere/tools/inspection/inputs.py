@@ -94,10 +94,8 @@ class Preparation:
 
     def pictures(self, sample: Sample) -> list:
         """
-        PIL images with the model's number of frames and channels and the sample's size.
-
-        Raises:
-            InspectionError: if the model takes images and the sample has several frames.
+        PIL images with the model's number of frames and channels and the sample's size. Raises [`InspectionError`] if
+        the model takes images and the sample has several frames.
         """
         from PIL import Image
 
@@ -141,16 +139,9 @@ def read_samples(
     reader: FrameReader = COLOURS,
 ) -> list[Sample]:
     """
-    Args:
-        files: Image, video or array files.
-        dataset: A folder of such files, a table with an image or video column, or the name of a data set on the Hub.
-        split: Split of the data set; `None` means its test, validation or first split.
-        max_samples: Number of samples from the data set.
-        is_video: Whether to read clips.
-        reader: Reads them.
-
-    Raises:
-        InspectionError: naming the file or row that cannot be read.
+    Samples from image, video or array files, and `max_samples` of a data set: a folder of such files, a table with an
+    image or video column, or the name of a data set on the Hub, of which `None` means the test, validation or first
+    split. Raises [`InspectionError`], naming the file or row that cannot be read.
     """
     samples = [read_file(Path(name), is_video, reader) for name in files]
     if dataset is None:
@@ -190,13 +181,8 @@ def read_file(
     is_physical: bool = False,
 ) -> Sample:
     """
-    Args:
-        reader: Reads clips.
-        num_frames: Frames that an evaluation with one clip would choose; `None` for all.
-        is_physical: Whether the model needs the places of frames, rows and columns.
-
-    Raises:
-        InspectionError: if the file cannot be read.
+    A picture or clip, with all frames or the `num_frames` that an evaluation with one clip would choose; with
+    `is_physical` also with the places of frames, rows and columns. Raises [`InspectionError`] if it cannot be read.
     """
     require_readable(path)
     with _naming(path.name):
