@@ -192,20 +192,10 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None = None
     argument("--compare_revision", "branch, tag or commit of its repository"),
     TRUST,
 )
-def run_inspect(
-    checkpoint: str,
-    output: str,
-    revision: str | None = None,
-    compare_with: str | None = None,
-    compare_revision: str | None = None,
-    **options: Any,
-) -> str:
-    from .inspection.command import inspect_checkpoints
+def run_inspect(checkpoint: str, output: str, **options: Any) -> str:
+    from .inspection.command import inspect_checkpoint
 
-    if compare_with is None and compare_revision is not None:
-        raise ValueError(f"--compare_revision {compare_revision} needs --compare.")
-    checkpoints = [(checkpoint, revision)] + ([] if compare_with is None else [(compare_with, compare_revision)])
-    return f"{inspect_checkpoints(checkpoints, output, progress=True, **options)}: open it in a browser"
+    return f"{inspect_checkpoint(checkpoint, output, **options)}: open it in a browser"
 
 
 @command(

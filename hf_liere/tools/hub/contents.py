@@ -80,10 +80,11 @@ def differences(
             if staged.read(name) != theirs.read(name):
                 found.append(f"{name} differs")
         else:
-            both = [_settings(place, name, config_class) for place in (staged, theirs)]
+            mine, other = (_settings(place, name, config_class) for place in (staged, theirs))
             if name == CONFIG:
-                both[0]["auto_map"] = coded.configuration.get("auto_map")
-            found += _differing_fields(name, *both)
+                mine["auto_map"] = coded.configuration.get("auto_map")
+            fields = sorted(field for field in mine.keys() | other if mine.get(field, ...) != other.get(field, ...))
+            found += (f"{name} has {field} {_format(other, field)} for {_format(mine, field)}" for field in fields)
     kept = {*weights, *ours, *(path.name for path in coded.folder.iterdir())}
     return found + [f"{name} would go" for name in obsolete_files(there, kept, theirs)]
 
@@ -115,15 +116,7 @@ def _settings(saved: SavedModel, name: str, config_class: type[PreTrainedConfig]
     return {field: value for field, value in content.items() if field != "transformers_version"}
 
 
-def _differing_fields(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    return [
-        f"{name} has {field} {_format_field(theirs, field)} for {_format_field(ours, field)}"
-        for field in sorted(ours.keys() | theirs)
-        if ours.get(field, ...) != theirs.get(field, ...)
-    ]
-
-
-def _format_field(content: dict[str, Any], field: str) -> str:
+def _format(content: dict[str, Any], field: str) -> str:
     if field not in content:
         return "nothing"
     text = json.dumps(content[field], ensure_ascii=False, default=str)

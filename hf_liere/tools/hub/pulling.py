@@ -7,6 +7,7 @@ The client checks only the length of a download. Without a connection, `pull` us
 import os
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,10 @@ def _download_snapshot(
 
     while True:
         try:
-            commit, digests = _list_files(api, repo_id, revision)
+            with translate_hub_errors(api, repo_id, revision):
+                # Few attempts: if the endpoint is down, a user with a complete cache should not wait long.
+                commit = retry(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
+                digests = retry(partial(remote_digests, api, repo_id, commit))
         except UnreachableError as unreachable:
             return _cached_snapshot(repo_id, unreachable, revision=revision, cache_dir=cache_dir, **patterns)
         # Download by the given name, so that the cache knows it offline; the branch may move in between.
@@ -108,13 +112,6 @@ def _download_snapshot(
             "(SHA mismatch); the damaged copies were deleted from the cache."
         )
     return snapshot
-
-
-def _list_files(api: HfApi, repo_id: str, revision: str) -> tuple[str, dict[str, str]]:
-    with translate_hub_errors(api, repo_id, revision):
-        # Few attempts: if the endpoint is down, a user with a complete cache should not wait long.
-        commit = retry(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
-        return commit, retry(lambda: remote_digests(api, repo_id, commit))
 
 
 def _cached_snapshot(repo_id: str, unreachable: UnreachableError, **options: Any) -> Path:
@@ -137,10 +134,6 @@ def _cached_digests(snapshot: Path) -> dict[str, str]:
 
 
 def _delete_from_cache(snapshot: Path, names: list[str]) -> None:
-    for name in names:
-        link = snapshot / name
-        while link.is_symlink():
-            target = link.parent / os.readlink(link)
-            link.unlink()
-            link = target
-        link.unlink(missing_ok=True)
+    for path in (snapshot / name for name in names):
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)

@@ -215,14 +215,13 @@ def describe(model: nn.Module) -> dict:
         "patched": is_patched(model),
         "position_encoding": getattr(config, "position_encoding", None),
         "absolute_table": config.use_absolute_position_embeddings if tower is None else _reads_table(tower),
-        "layers": layers,
-        "heads": heads,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "head_dim": head_dim,
         "hidden_size": config.hidden_size,
         "train_grid": None if tower is None else list(tower.train_grid),
         "patch_size": None if tower is None or tower.is_flexible else list(tower.patch_embedding.kernel_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "labels": len(names),
         "classes": names,
     }
     if tower is None:

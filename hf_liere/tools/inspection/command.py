@@ -24,28 +24,32 @@ REPORT_NAME = "report.html"
 DEFAULT_SCALES = (1.0, 1.5, 2.0)
 
 
-def inspect_checkpoints(
-    checkpoints: Sequence[tuple[str | os.PathLike, str | None]],
+def inspect_checkpoint(
+    checkpoint: str | os.PathLike,
     output: str | os.PathLike,
     images: Sequence[str] = (),
     dataset: str | None = None,
     *,
+    revision: str | None = None,
+    compare_with: str | os.PathLike | None = None,
+    compare_revision: str | None = None,
     split: str | None = None,
     max_samples: int = 16,
     image_sizes: Sequence[int] | None = None,
     batch_size: int = 8,
     trust_remote_code: bool = False,
-    progress: bool = False,
 ) -> Path:
     """
     Write `report.html`, `analysis.json` and `analysis.npz` to a directory, which appears only when it is complete;
     returns the path of the report. With a second checkpoint, the page shows both side by side, analysed on the same
     images, and the directory also contains `compared.json`, `compared.npz`, `comparison.json` and `comparison.npz`.
 
-    The arguments are those of `hf-liere inspect`, with (directory or repository, revision) of each checkpoint. Raises
-    [`InspectionError`] if a checkpoint has no vision transformer, images cannot be read, the model refuses a size, or
-    one model takes images and the other videos.
+    The arguments are those of `hf-liere inspect`. Raises [`InspectionError`] if a checkpoint has no vision transformer,
+    images cannot be read, the model refuses a size, or one model takes images and the other videos.
     """
+    if compare_with is None and compare_revision is not None:
+        raise InspectionError(f"--compare_revision {compare_revision} needs --compare.")
+    checkpoints = [(checkpoint, revision)] + ([] if compare_with is None else [(compare_with, compare_revision)])
     require_libraries("A report", "inspect", "matplotlib", "PIL")
     from .report import render_report
 
@@ -57,9 +61,7 @@ def inspect_checkpoints(
         if not samples and image_sizes is not None:
             raise InspectionError(f"--image_sizes {image_sizes} needs images; give some with --image or --dataset.")
         names = _names(checkpoints)
-        inspected = [
-            _inspect(name, *found, samples, image_sizes, batch_size, progress) for name, found in zip(names, loaded)
-        ]
+        inspected = [_inspect(name, *found, samples, image_sizes, batch_size) for name, found in zip(names, loaded)]
         first, *others = inspected
         comparison = compare(first.analysis, others[0].analysis, (names[0], names[1])) if others else None
         page = render_report(inspected, comparison)
@@ -90,7 +92,6 @@ def _inspect(
     samples: Sequence[Sample],
     image_sizes: Sequence[int] | None,
     batch_size: int,
-    progress: bool,
 ) -> InspectedModel:
     _, tower = find_transformer(model)
     if tower is None and samples:
@@ -104,7 +105,7 @@ def _inspect(
         shown = [np.stack([preparation.resize(sample, size) for sample in samples]) for size in sizes]
         inputs = [preparation.pixel_values(clips) for clips in shown]
         remarks += refused
-    analysis = analyse(model, inputs, batch_size, progress)
+    analysis = analyse(model, inputs, batch_size, progress=True)
     analysis.remarks += remarks
     return InspectedModel(name, analysis, shown, [sample.name for sample in samples])
 

@@ -17,6 +17,8 @@ from .analysis import Analysis, InspectedModel
 from .comparison import Comparison
 
 
+# Facts that the sentence above the table states.
+IN_WORDS = ("class", "patched", "num_axes", "parameters", "classes")
 UNROTATED = {"none": "no positions at all", "absolute": "a learned table of absolute positions"}
 
 
@@ -75,27 +77,10 @@ def data_uri(svg: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
-def _describe(coordinates: str) -> str:
-    return f"{coordinates} ({CONVENTIONS[coordinates].description})"
-
-
 def facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Rows of the configuration table, named as in the configuration."""
-    model = analysis.model
-    rows = [("model_type", model["model_type"]), ("position_encoding", model["position_encoding"])]
-    if analysis.encoding is not None:
-        rows += [
-            ("block_size", model["block_size"]),
-            *((name, model[name]) for name in ("spins", "position_scale") if name in model),
-            *(("coordinates", _describe(name)) for name in [model.get("coordinates")] if name),
-            ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
-            ("rotate_prefix", model["rotate_prefix"]),
-            *((name, model[name]) for name in ("rotate_values",) if name in model),
-            ("absolute positions", "added to the patches" if model["absolute_table"] else "none"),
-            ("rotated layers", f"{model['rotated_layers']} of {model['layers']}"),
-            ("folded", model["folded"]),
-        ]
-    rows += [("num_hidden_layers", model["layers"]), ("num_attention_heads", model["heads"])]
-    rows += [(name, model[name]) for name in ("head_dim", "hidden_size")]
-    rows += [(name, " × ".join(map(str, model[name]))) for name in ("train_grid", "patch_size") if model[name]]
-    return [(name, "—" if value is None else str(value)) for name, value in rows]
+    rows = {name: value for name, value in analysis.model.items() if name not in IN_WORDS and value is not None}
+    rows |= {name: " × ".join(map(str, rows[name])) for name in ("train_grid", "patch_size") if name in rows}
+    if "coordinates" in rows:
+        rows["coordinates"] += f" ({CONVENTIONS[rows['coordinates']].description})"
+    return [(name, str(value)) for name, value in rows.items()]
