@@ -39,8 +39,6 @@ from ..storage.targets import new_file
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"
-# Protocol buffers are limited to this size; larger models store their weights in a second file.
-PROTOBUF_LIMIT = 2**31 - 2**24
 # The first version with LayerNormalization; the installed onnx defines the newest.
 OLDEST_OPSET = 17
 EXPORTABLE_ATTENTION = ("sdpa", "eager")
@@ -258,8 +256,8 @@ def export_model(
     Args:
         model: Any model of this package, or a patched or plain model of transformers whose only input is images or
             tokens; it is left as it is.
-        output: A new file ending in `.onnx` or `.pt2`. Above 2 GB, an ONNX model stores its weights in a second file
-            beside it, with `.data` added to the name.
+        output: A new file ending in `.onnx` or `.pt2`. Above 1.5 GB, an ONNX model stores its weights in a second
+            file beside it, with `.data` added to the name.
         image_size: Height and width of inputs of a fixed size; `None` means those of the configuration.
         num_frames: Number of frames of inputs of a fixed size; `None` means that of the configuration.
         dynamic_size: Whether height and width (and frames) may vary by whole patches, at least two on every axis.
@@ -321,8 +319,7 @@ def _save_onnx(
     if opset not in (None, written):
         raise ExportError(f"opset={opset}: PyTorch's exporter writes this model with {written} only; leave opset out.")
     onnx_program.model.metadata_props["config.json"] = metadata
-    size = sum(tensor.nbytes for tensor in program.state_dict.values())
-    onnx_program.save(path, external_data=size > PROTOBUF_LIMIT)
+    onnx_program.save(path)
 
 
 def export_program(

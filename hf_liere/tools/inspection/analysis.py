@@ -6,8 +6,6 @@ The complete analysis of a model without labels: description, learned position e
     attention_maps(model, pixel_values).maps   # a single measurement
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -1,13 +1,11 @@
 """Attention maps, distances and relativity of any vision transformer that `find_towers` finds."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +16,6 @@ from ...models.encoding.kinds import needs_spacing
 from ...models.patched.vision_towers import Tower, find_towers
 from ...models.probing.module_inspection import takes
 from ...models.transformer.configuration_liere import pair
-
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 
 class AttentionMaps(NamedTuple):
@@ -265,7 +259,7 @@ def eager_attention(tower: Tower) -> Iterator[None]:
 
 
 def overlay(
-    image: Image.Image | np.ndarray,
+    image: Any,
     attention: torch.Tensor | np.ndarray,
     *,
     opacity: float = 0.6,

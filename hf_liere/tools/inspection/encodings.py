@@ -18,12 +18,11 @@ from tqdm.auto import tqdm
 from ...geometry.common_planes import find_common_planes, generator_matrices
 from ...models.encoding.commuting_encodings import ROUNDING, FoldedPlanes
 from ...models.encoding.fixed_encodings import grid_steps
-from ...models.encoding.folding import build_encoding
+from ...models.encoding.folding import build_encoding, fold_encoding
 from ...models.encoding.kinds import encoding_of, needs_spacing
 from ...models.encoding.positions import TokenPositions
 from ...models.encoding.rotary_encoding import RotaryEncoding
 from ...models.encoding.starts import start_of
-from ...models.rotation.exponential import skew
 from ...plain.lie_rotary import rotations
 
 
@@ -283,11 +282,8 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
         torch.manual_seed(0)
         for _ in range(DRAWS):
             untrained.reset_parameters()
-            if isinstance(encoding, FoldedPlanes) and encoding.inner is None:
-                frequencies = untrained.folded_parameters()["frequencies"]  # (A, layers, heads, planes)
-                matrices = skew(frequencies.detach().double().unsqueeze(-1), 2)
-            else:
-                matrices = generator_matrices(untrained)
+            is_planes = isinstance(encoding, FoldedPlanes) and encoding.inner is None
+            matrices = generator_matrices(fold_encoding(untrained, encoding.config, {}) if is_planes else untrained)
             draws.append(_sample(_elements(matrices, traits).flatten()))
             starts.append(matrices)
         drawn = torch.cat(draws)
