@@ -16,6 +16,7 @@ from encoding_cases import fields as encoding_fields
 import hf_liere
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.plain.lie_rotary import rotations
+from hf_liere.tools.inspection import encodings
 from hf_liere.tools.inspection.analysis import (
     analyse,
     attention_distances,
@@ -74,7 +75,7 @@ def test_commutators_of_three_axes_and_of_zero():
     assert not found.norm[1:].any() and not found.relative[1:].any()
 
 
-def test_relativity_error_of_liere_by_hand(classifier):
+def test_relativity_error_of_liere_by_hand(classifier, monkeypatch):
     """One head with generators 0.7 Lx and 0.4 Ly, two patches p = (0, 0) and q = (1, 1) two patches apart."""
     model = classifier(
         hidden_size=3, num_attention_heads=1, num_hidden_layers=1, block_size=3, image_size=8, coordinates="index"
@@ -92,18 +93,23 @@ def test_relativity_error_of_liere_by_hand(classifier):
     def rotation(row, column):
         return reference.exponential(row * first + column * second)
 
-    found = relativity_error(encoding_of(model), offsets=[0.0, 2.5], pairs=1)
-    difference = rotation(2.5, 2.5).T @ rotation(3.5, 3.5) - rotation(0, 0).T @ rotation(1, 1)
+    monkeypatch.setattr(encodings, "PAIRS", 1)
+    found = relativity_error(encoding_of(model))
+    assert found.offsets.tolist() == [0, 1, 2]
+    difference = rotation(1, 1).T @ rotation(2, 2) - rotation(0, 0).T @ rotation(1, 1)
     assert found.largest[0].abs().max() == 0
     assert found.largest[1, 0, 0].item() == pytest.approx(
         torch.linalg.svdvals(difference).max().item(), rel=1e-9, abs=1e-12
     )
 
 
-def test_relativity_error_of_liere_off_the_diagonal(classifier):
+def test_relativity_error_of_liere_off_the_diagonal(classifier, monkeypatch):
     """The maximum and mean over pairs and blocks, with a loop over both that knows nothing of the package."""
     encoding = encoding_of(classifier(num_hidden_layers=1, image_size=12))
-    found = relativity_error(encoding, offsets=[1.5], pairs=6)
+    monkeypatch.setattr(encodings, "PAIRS", 6)
+    monkeypatch.setattr(encodings, "OFFSETS", 2)
+    found = relativity_error(encoding)
+    assert found.offsets.tolist() == [0, 1.5, 3]
     drawn = torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))
     drawn[:, 0] = torch.tensor([0, 8])
     matrices = generator_matrices(encoding)[:, 0]
@@ -120,9 +126,9 @@ def test_relativity_error_of_liere_off_the_diagonal(classifier):
                     )
                     rotations.append(r.T @ s)
                 errors.append(torch.linalg.svdvals(rotations[1] - rotations[0]).max().item())
-        assert found.largest[0, 0, head].item() == pytest.approx(max(errors), rel=1e-9)
-        assert found.mean[0, 0, head].item() == pytest.approx(sum(errors) / len(errors), rel=1e-9)
-        assert found.mean[0, 0, head] > 0.01
+        assert found.largest[1, 0, head].item() == pytest.approx(max(errors), rel=1e-9)
+        assert found.mean[1, 0, head].item() == pytest.approx(sum(errors) / len(errors), rel=1e-9)
+        assert found.mean[1, 0, head] > 0.01
 
 
 @pytest.mark.parametrize("position_encoding", COMMUTING)

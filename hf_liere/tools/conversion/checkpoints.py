@@ -49,12 +49,10 @@ from .options import OPTIONS
 
 CONVERTERS: dict[str, type[Source]] = {kind.kind: kind for kind in (LieRESource, ComRoPESource, NaverSource)}
 SOURCES = tuple(CONVERTERS)
-# By the number of axes, and whether there is a classifier.
-MODEL_CLASSES: dict[tuple[int, bool], type[LieREPreTrainedModel]] = {
-    (2, False): LieREViTModel,
-    (2, True): LieREViTForImageClassification,
-    (3, False): LieREVideoModel,
-    (3, True): LieREVideoForVideoClassification,
+# By the number of axes, without and with a classifier.
+MODEL_CLASSES: dict[int, tuple[type[LieREPreTrainedModel], ...]] = {
+    2: (LieREViTModel, LieREViTForImageClassification),
+    3: (LieREVideoModel, LieREVideoForVideoClassification),
 }
 # Kinds that `hf_liere.patch` fine-tunes: the model, `position_encoding` and `rotary_init` of a patch, and the page.
 PATCHED = {
@@ -129,7 +127,7 @@ def convert_state_dict(
     defaults = {name: option.default for name, option in OPTIONS[source].items()}
     found = CONVERTERS[source](tensors, SimpleNamespace(**defaults | options))
     found.read()
-    model_class = MODEL_CLASSES[len(found.patch), "num_labels" in found.fields]
+    model_class = MODEL_CLASSES[len(found.patch)]["num_labels" in found.fields]
     with refusing("No model can have the checkpoint's properties"), torch.device("meta"):
         model = model_class(model_class.config_class(**found.fields))
     return Conversion(source, model.config, found.weights(model), model_class, sorted(found.ignored))

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,12 +46,8 @@ class Cost:
     operations: int
     rotation_operations: int
     rotating_operations: int
-    parameter_share: float = field(init=False)
-    operation_share: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parameter_share = (self.encoding_parameters + self.table_parameters) / self.parameters
-        self.operation_share = (self.rotation_operations + self.rotating_operations) / self.operations
+    parameter_share: float
+    operation_share: float
 
 
 def count_operations(run: Callable[[], object]) -> int:
@@ -120,13 +116,16 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options: Any) -> Cost:
         states = 4 if getattr(encoding.config, "rotate_values", False) else 2
         rotating = planes * encoding.config.num_attention_heads * states * 2 * 2
         plain = count_forward(_remove_rotations(model), pixels, **options)
+    spent = operations - plain + rotating
     return Cost(
         parameters=parameters,
         encoding_parameters=learned,
         table_parameters=table_parameters,
         operations=operations + rotating,
         rotation_operations=making,
-        rotating_operations=operations - plain - making + rotating,
+        rotating_operations=spent - making,
+        parameter_share=(learned + table_parameters) / parameters,
+        operation_share=spent / (operations + rotating),
     )
 
 

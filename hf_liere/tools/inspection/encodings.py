@@ -6,7 +6,6 @@ If layers or heads share generators, "layers" or "heads" is 1 in the shapes belo
 
 import copy
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -209,23 +208,19 @@ def _commutator(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return product - product.mT
 
 
-def relativity_error(
-    encoding: RotaryEncoding, offsets: Iterable[float] | None = None, pairs: int = PAIRS, progress: bool = False
-) -> RelativityError:
+def relativity_error(encoding: RotaryEncoding, progress: bool = False) -> RelativityError:
     """
-    See [`RelativityError`]; offsets go from 0 to the longest axis of the trained grid, if none are given. The pairs of
-    patches are two opposite corners, and others from a fixed seed.
+    See [`RelativityError`]. Offsets go from 0 to the longest axis of the trained grid; the pairs of its patches are two
+    opposite corners, and others from a fixed seed.
     """
     config = encoding.config
     # For an input with an extent of one unit, physical coordinates are these.
     coordinates = "unit" if needs_spacing(config) else config.coordinates
-    if offsets is None:
-        longest = max(config.train_grid)
-        offsets = torch.linspace(0, longest, min(longest, OFFSETS) + 1, dtype=torch.float64).tolist()
-    offsets = torch.tensor(list(offsets), dtype=torch.float64)
+    longest = max(config.train_grid)
+    offsets = torch.linspace(0, longest, min(longest, OFFSETS) + 1, dtype=torch.float64)
     steps = step_sizes(encoding)
     patches = TokenPositions.from_grid(config.train_grid, config.train_grid, coordinates).coordinates  # (N, A)
-    chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
+    chosen = torch.randint(len(patches), (2, PAIRS), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
     matrices = generator_matrices(encoding)
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
