@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import DynamicCache, PreTrainedModel
 
 from ..auto import load_checkpoint
 from ..errors import InputError, require_libraries, silence
@@ -79,13 +78,8 @@ class _Tokens(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, past: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """(B, N) tokens and (B, key heads, P, head_dim) states of earlier ones → logits, and states with the new."""
-        cache = DynamicCache()
-        for layer in range(len(self.empty) // 2):
-            states = DynamicLayer()
-            keys, values = past[f"past.{layer}.key"], past[f"past.{layer}.value"]
-            states.lazy_initialization(keys, values)
-            states.keys, states.values = keys, values
-            cache.layers.append(states)
+        layers = range(len(self.empty) // 2)
+        cache = DynamicCache([(past[f"past.{layer}.key"], past[f"past.{layer}.value"]) for layer in layers])
         name = cache_name(forward_arguments(self.model)) or ""
         found = {"logits": self.model(input_ids=input_ids, use_cache=True, **{name: cache}).logits}
         for layer, states in enumerate(cache.layers):

@@ -99,7 +99,12 @@ def facts_of_run(
         )
     results = [*measured, *(one for one in known.results if one.key not in [result.key for result in measured])]
     for result in results:
-        _require_weights(result, saved.digest)
+        if result.weights != saved.digest:
+            others = f"weights {result.weights[:12]}…" if result.weights else "unknown weights"
+            raise FactsError(
+                f"The accuracy at {result.inputs} was measured with {others}, the card is for {saved.digest[:12]}…; "
+                "evaluate this checkpoint, or push the one that was evaluated."
+            )
     if found.model.get("num_labels", 6) <= 5:
         kept = [name for name in NUMBERS if not name.startswith("top5")]
         results = [replace(one, numbers=_select(one.numbers, kept)) for one in results]
@@ -266,7 +271,6 @@ def _read_evaluations(
     measured = [(place, result) for place, result in [(saved, result_of_run(saved, metrics)), *results] if result]
     fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
     for place, result in measured:
-        _require_weights(result, saved.digest)
         then = _select(Run.of(place).model, fields)
         if differing := _differences({"model": then}, {"model": model}, (place, CONFIG)):
             raise FactsError(f"{place} was measured with another configuration: {'; '.join(differing)}.")
@@ -274,15 +278,6 @@ def _read_evaluations(
         if differing := _differences(first, this, (measured[0][0], place)):
             raise FactsError(f"A card contains evaluations of the same data only: {'; '.join(differing)}.")
     return [result for _, result in measured]
-
-
-def _require_weights(result: Figure, weights: str) -> None:
-    if result.weights != weights:
-        measured = f"weights {result.weights[:12]}…" if result.weights else "unknown weights"
-        raise FactsError(
-            f"The accuracy at {result.inputs} was measured with {measured}, the card is for {weights[:12]}…; evaluate "
-            "this checkpoint, or push the one that was evaluated."
-        )
 
 
 def find_contradictions(facts: Facts, found: Facts) -> list[str]:
