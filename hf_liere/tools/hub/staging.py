@@ -31,17 +31,10 @@ from ...storage.saved_model import (
 )
 from .cards import PICTURE
 from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS
-from .secrets import find_named_secret, readings
+from .secrets import VOCABULARIES, find_named_secret, readings
 
 
-PROCESSOR_FILES = (
-    *PROCESSOR_CONFIGS,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
+PROCESSOR_FILES = (*PROCESSOR_CONFIGS, *VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json")
 RECORD_FILES = (
     "run_config.json",
     "environment.json",
