@@ -168,9 +168,7 @@ class _Pixels(nn.Module):
         elif self.fixed_size != (None, None):
             obstacle = "image_size={} and num_frames={} are a fixed size".format(*self.fixed_size)
         elif 1 in self.grid:
-            obstacle = (
-                f"sizes that vary have two patches or more on every axis, and this model's inputs have {self.grid}"
-            )
+            obstacle = f"sizes that vary have at least two patches on every axis, and these inputs have {self.grid}"
         if self.dynamic_size and obstacle:
             raise ExportError(f"dynamic_size=True: {obstacle}; leave dynamic_size out.")
         if self.dynamic_size is None:
