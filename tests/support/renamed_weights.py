@@ -15,7 +15,7 @@ TIMM_NAMES = {
     r"^norm_pre\.": "pre_layernorm.",
     r"^(fc_)?norm\.": "layernorm.",
     r"^cls_token": "embeddings.cls_token",
-    r"^(reg|dist)_token": "embeddings.register_tokens",
+    r"^reg_token": "embeddings.register_tokens",
     r"^pos_embed": "embeddings.position_embeddings",
 }
 DINOV3_NAMES = {
@@ -24,7 +24,6 @@ DINOV3_NAMES = {
     r"\.norm1\.": ".layernorm_before.",
     r"\.norm2\.": ".layernorm_after.",
     r"\.up_proj\.": ".fc1.",
-    r"\.gate_proj\.": ".gate.",
     r"\.down_proj\.": ".fc2.",
     r"\.lambda1": ".scale",
     r"^norm\.": "layernorm.",
@@ -44,11 +43,6 @@ def timm_weights(model):
     """The weights of one of timm's plain ViTs for a `LieREViTForImageClassification`."""
     tensors = {name: value for name, value in model.state_dict().items() if "rotary" not in name}
     head = {name: tensors.pop(f"head.{name}") for name in ("weight", "bias")}
-    if "head_dist.weight" in tensors:
-        # The mean of two classifiers is one of both tokens.
-        other = {name: tensors.pop(f"head_dist.{name}") for name in ("weight", "bias")}
-        head = {"weight": torch.cat([head["weight"], other["weight"]], dim=1) / 2}
-        head["bias"] = (model.head.bias + model.head_dist.bias) / 2
     named = rename(tensors, TIMM_NAMES)
     for key in [key for key in named if ".attn.qkv." in key]:
         for name, part in zip("qkv", named.pop(key).chunk(3)):

@@ -99,7 +99,7 @@ def test_help_has_the_flags_defaults_and_texts_of_the_parser(script):
 
 def test_choices_are_those_of_the_configuration():
     flags = {flag.name: flag for flag in read_flags(classes_of(ROOT / "training" / "image_classification.py"))}
-    assert flags["pooling"].values == "cls|mean|mean_all|prefix" and flags["bf16"].values == "true|false"
+    assert flags["pooling"].values == "cls|mean|mean_all" and flags["bf16"].values == "true|false"
     assert flags["image_size"].values == "INT ..." and flags["physical_unit"].values == "NUMBER ..."
     assert flags["output_dir"].values == "TEXT" and flags["block_size"].values == "INT"
     assert flags["lr_scheduler_type"].values.startswith("linear|cosine|")

@@ -71,17 +71,13 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
-            `"cls"` (class token), `"mean"` (patch tokens), `"mean_all"` (all tokens, as in official LieRE) or
-            `"prefix"` (class and register tokens concatenated, as in DeiT with its distillation token).
+            `"cls"` (class token), `"mean"` (patch tokens) or `"mean_all"` (all tokens, as in official LieRE).
         final_norm (`str`, defaults to `"tokens"`):
             Whether the last layer norm is applied to all tokens before pooling (`"tokens"`), to the pooled output
             (`"pooled"`, as in LieRE and CLIP; `last_hidden_state` is then not normalised) or not at all (`"none"`).
         use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
         head_dim (`int`, *optional*):
             Width of an attention head; `None` means `hidden_size / num_attention_heads`. It is 64 in LieRE's code.
-        use_gated_mlp (`bool`, defaults to `False`):
-            Whether the MLP is fc2(act(gate(x)) · fc1(x)) instead of fc2(act(fc1(x))): with `hidden_act="silu"` SwiGLU
-            (Shazeer 2020, eq. 6), as in DINOv3.
         classifier_hidden_size (`int`, *optional*):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
         mlp_dropout_prob (`float`, defaults to 0.0): Dropout of the activations inside the MLP, as in LieRE's code.
@@ -105,7 +101,6 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
-    use_gated_mlp: bool = False
     hidden_dropout_prob: float | int = 0.0
     mlp_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
@@ -119,7 +114,7 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     num_register_tokens: int = 0
     use_pre_layernorm: bool = False
     final_norm: Literal["tokens", "pooled", "none"] = "tokens"
-    pooling: Literal["cls", "mean", "mean_all", "prefix"] = "cls"
+    pooling: Literal["cls", "mean", "mean_all"] = "cls"
     classifier_hidden_size: int | None = None
 
     use_absolute_position_embeddings: bool | None = None
@@ -201,11 +196,6 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         coordinate = rotated_prefix(self, self.prefix_coordinate) if self.places_prefix else 0.0
         return self.num_prefix_tokens, coordinate
 
-    @property
-    def pooled_size(self) -> int:
-        """Width of `pooler_output`."""
-        return self.hidden_size * (self.num_prefix_tokens if self.pooling == "prefix" else 1)
-
     def validate_architecture(self):
         """Raise `ValueError` if fields that are valid alone contradict each other."""
         check_architecture(self)
@@ -223,8 +213,8 @@ class LieREPixelConfig(GridFields, LieREConfig):
         patch_size (`int` or `(int, int)`, defaults to 16): Height and width of a patch, in pixels.
         position_table_resize (`str`, defaults to `"interpolate"`):
             How the table of training patches is resized for another grid: `"interpolate"` (bicubic, trilinear for
-            video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
-            entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
+            video) or `"truncate"` (its first entries in raster order, as in LieRE's code for VisionLLaMA; larger grids
+            are refused).
         physical_unit (`float` or `list[float]`, *optional*):
             The length, in the unit of `spacing` such as mm or s, that counts as 1 in `coordinates="physical"` (required
             there, refused elsewhere), for all axes or one per axis (rows, columns; frames or slices, rows, columns). A
@@ -242,7 +232,7 @@ class LieREPixelConfig(GridFields, LieREConfig):
     num_channels: int = 3
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
-    position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
+    position_table_resize: Literal["interpolate", "truncate"] = "interpolate"
     physical_unit: float | int | list[float | int] | tuple[float | int, ...] | None = None
     patch_dropout_prob: float | int = 0.0
 

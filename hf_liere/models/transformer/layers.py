@@ -88,20 +88,18 @@ class LieREAttention(nn.Module):
 
 
 class LieREMLP(nn.Module):
-    """fc2(act(fc1(x))), or fc2(act(gate(x)) · fc1(x)) with `use_gated_mlp` (Shazeer 2020, eq. 5 and 6)."""
+    """fc2(act(fc1(x)))."""
 
     def __init__(self, config: LieREConfig):
         super().__init__()
         self.activation = ACT2FN[config.hidden_act]
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size) if config.use_gated_mlp else None
         self.dropout = nn.Dropout(config.mlp_dropout_prob)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        inner = self.fc1(hidden_states)  # (B, N, intermediate_size)
-        gated = self.activation(inner) if self.gate is None else self.activation(self.gate(hidden_states)) * inner
-        return self.fc2(self.dropout(gated))  # (B, N, hidden_size)
+        inner = self.activation(self.fc1(hidden_states))  # (B, N, intermediate_size)
+        return self.fc2(self.dropout(inner))  # (B, N, hidden_size)
 
 
 class LieRELayerScale(nn.Module):

@@ -111,11 +111,10 @@ class LieREEncoderModel(LieREPreTrainedModel):
             pooled = self.layernorm(pool(self.config, hidden_states, visible))
         else:
             hidden_states = self.layernorm(hidden_states)  # (B, tokens, hidden_size)
-            pooled = pool(self.config, hidden_states, visible)  # (B, hidden_size) or (B, prefix, hidden_size)
+            pooled = pool(self.config, hidden_states, visible)  # (B, hidden_size)
         if kept is not None:
             kept = kept[:, prefix:] - prefix  # (B, kept patches)
-        # `pooling="prefix"` concatenates class and register tokens.
-        return LieREModelOutput(hidden_states, pooled.flatten(1), kept_patches=kept)
+        return LieREModelOutput(hidden_states, pooled, kept_patches=kept)
 
 
 class LieREPixelModel(LieREEncoderModel):
@@ -179,7 +178,7 @@ class LieREPixelModel(LieREEncoderModel):
 
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
-            `pooler_output` (B, pooled_size), the token, tokens or mean selected by `config.pooling`, normalised unless
+            `pooler_output` (B, hidden_size), the token or mean selected by `config.pooling`, normalised unless
             `config.final_norm` is `"none"`. Training with `config.patch_dropout_prob` returns the kept tokens, and in
             `kept_patches` (B, kept) the ascending indices of their patches.
 
@@ -243,20 +242,15 @@ class LieREViTModel(LieREPixelModel):
 
 
 class LieREForClassification(LieREPreTrainedModel):
-    """
-    An encoder, `encoder_class`, with a classifier on its pooled output: linear, or with one hidden layer.
-
-    Args:
-        width: That of what is classified; `None` means the pooled output.
-    """
+    """An encoder, `encoder_class`, with a classifier on its pooled output: linear, or with one hidden layer."""
 
     encoder_class: type[LieREEncoderModel]
 
-    def __init__(self, config: LieREConfig, width: int | None = None):
+    def __init__(self, config: LieREConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.liere = self.encoder_class(config)
-        self.classifier = build_classifier(config, config.pooled_size if width is None else width)
+        self.classifier = build_classifier(config)
         self.post_init()
 
     @can_return_tuple

@@ -233,7 +233,7 @@ class LieRETokensForTokenClassification(LieRETokensPreTrainedModel, LieREForClas
                 "final_norm='pooled' normalises the pooled output, which a classifier of tokens does not use; accepted "
                 "here: 'tokens', 'none'."
             )
-        super().__init__(config, config.hidden_size)
+        super().__init__(config)
 
     @can_return_tuple
     def forward(

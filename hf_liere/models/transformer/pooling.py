@@ -9,19 +9,14 @@ from .configuration_liere import LieREConfig
 
 def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """
-    The tokens that `config.pooling` selects, or their mean.
+    (B, hidden_size), the token that `config.pooling` selects, or a mean.
 
     Args:
         hidden_states: (B, tokens, hidden_size).
         visible: (1 or B, tokens), true for tokens in a mean; `None` for all.
-
-    Returns:
-        (B, hidden_size), or (B, prefix tokens, hidden_size) for `pooling="prefix"`.
     """
     if config.pooling == "cls":
         return hidden_states[:, 0]  # (B, hidden_size)
-    if config.pooling == "prefix":
-        return hidden_states[:, : config.num_prefix_tokens]
     first = _start_of_mean(config)
     if visible is None:
         return hidden_states[:, first:].mean(dim=1)  # (B, hidden_size)
@@ -36,7 +31,7 @@ def visible_tokens(config, mask: torch.Tensor | object, batch_size: int, num_tok
     Raises:
         ValueError: if a mask has the wrong shape, or hides every token of a sample or all that are averaged.
     """
-    averaged = config.pooling in ("mean", "mean_all")
+    averaged = config.pooling != "cls"
     if not isinstance(mask, torch.Tensor):
         if averaged:
             raise ValueError(
@@ -74,14 +69,14 @@ def _start_of_mean(config) -> int:
     return config.num_prefix_tokens if config.pooling == "mean" else 0
 
 
-def build_classifier(config: LieREConfig, width: int) -> nn.Module:
-    """(…, width) → (…, num_labels): linear or with one hidden layer; the identity without labels."""
+def build_classifier(config: LieREConfig) -> nn.Module:
+    """(…, hidden_size) → (…, num_labels): linear or with one hidden layer; the identity without labels."""
     if config.num_labels == 0:
         return nn.Identity()
     if config.classifier_hidden_size is None:
-        return nn.Linear(width, config.num_labels)
+        return nn.Linear(config.hidden_size, config.num_labels)
     return nn.Sequential(
-        nn.Linear(width, config.classifier_hidden_size),
+        nn.Linear(config.hidden_size, config.classifier_hidden_size),
         nn.ReLU(),
         nn.Linear(config.classifier_hidden_size, config.num_labels),
     )

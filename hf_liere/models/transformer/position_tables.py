@@ -71,13 +71,8 @@ def patch_table(
         return table
     table = table.transpose(1, 2).unflatten(-1, grid if fits else train_grid)  # (1, hidden_size, *grid)
     if not fits:
-        resized = nn.functional.interpolate(
-            table.float(),
-            size=grid,
-            mode="bicubic" if len(grid) == 2 else "trilinear",
-            align_corners=False,
-            antialias=resize == "antialias",
-        )
+        mode = "bicubic" if len(grid) == 2 else "trilinear"
+        resized = nn.functional.interpolate(table.float(), size=grid, mode=mode, align_corners=False)
         table = resized.to(table.dtype)  # (1, hidden_size, *grid)
     if offsets is not None:
         sizes = offsets.new_tensor(grid)

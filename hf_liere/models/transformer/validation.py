@@ -56,8 +56,6 @@ def check_architecture(config) -> None:
         )
     if config.pooling == "cls" and not config.use_class_token:
         raise ValueError("pooling='cls' needs use_class_token=True; without it use pooling='mean' or 'mean_all'.")
-    if config.pooling == "prefix" and not config.num_prefix_tokens:
-        raise ValueError("pooling='prefix' needs a class token or register tokens; this model has neither.")
     if config.position_encoding == "absolute" and not config.use_absolute_position_embeddings:
         raise ValueError(
             "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
@@ -95,10 +93,6 @@ def check_pixels(config) -> None:
     refuse_unused(config, TRAINING_ONLY, config.folded_grids is None, "folded_grids=None, in training")
     is_physical = needs_spacing(config)
     refuse_unused(config, {"physical_unit": None}, is_physical, "coordinates='physical'")
-    if config.position_table_resize == "antialias" and axes != 2:
-        raise ValueError(
-            "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
-        )
     if rotated_prefix(config) == 0 and (size is not None or config.prefix_coordinate != 0.5):
         raise ValueError(
             f"position_table_size={size} and prefix_coordinate={config.prefix_coordinate} contradict "

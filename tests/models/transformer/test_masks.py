@@ -7,7 +7,7 @@ import hf_liere
 from hf_liere.models.encoding.positions import TokenPositions
 
 
-POOLINGS = ["cls", "prefix", "mean", "mean_all"]
+POOLINGS = ["cls", "mean", "mean_all"]
 # The lower half of an image of 4 × 4 patches, after a class token.
 VISIBLE = torch.arange(17) < 9
 

@@ -70,7 +70,7 @@ def test_permuted_tokens_permute_outputs(encoding, num_axes):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all", "prefix"])
+@pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all"])
 @pytest.mark.parametrize("encoding", ["none", "absolute", *ENCODINGS])
 def test_a_sample_gives_the_same_logits_alone_and_padded(encoding, pooling, implementation):
     lengths, features, positions = (9, 4, 1), *tokens(count=9, batch=3)

@@ -64,7 +64,7 @@ def assert_as_alone(model, pixels, **arguments):
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all", "prefix"])
+@pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("encoding", encoding_cases.ENCODINGS)
 def test_padded_as_alone(encoding, attention, pooling):

@@ -22,7 +22,7 @@ CASES = [
     {"position_encoding": "comrope_ap", "block_size": 4},
     {"position_encoding": "comrope_ld", "block_size": 8, "rotate_prefix": True},
 ]
-POOLINGS = ["cls", "prefix", "mean", "mean_all"]
+POOLINGS = ["cls", "mean", "mean_all"]
 
 
 def classifier(config, cls=hf_liere.LieREViTForImageClassification):
