@@ -6,7 +6,6 @@ from numbers import Integral
 import torch
 
 from ..models.encoding.positions import GridPositions, TokenPositions
-from ..models.fast.dispatch import working_dtype
 
 
 def grid_positions(
@@ -56,9 +55,7 @@ def grid_positions(
             "as (14, 14)."
         )
     grid, train_grid = tuple(grid), tuple(train_grid)
-    device = torch.device(device or "cpu")
-    positions = TokenPositions.from_grid(
-        grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
-    )
+    prefix, device = (num_prefix_tokens, prefix_coordinate), torch.device(device or "cpu")
+    positions = TokenPositions.from_grid(grid, train_grid, coordinates, *prefix, device=device)
     assert isinstance(positions, GridPositions), "nothing moves the patches"
     return positions

@@ -33,7 +33,7 @@ OWN_PLAIN = tuple(PLAIN_ENCODINGS)
 PLAIN_ENCODINGS["two_parameters"] = PlainTwoParameters
 ENCODINGS = tuple(KINDS)
 # Coordinates that follow from a grid alone.
-GRID_CONVENTIONS = tuple(name for name, convention in CONVENTIONS.items() if not convention.needs_spacing)
+GRID_CONVENTIONS = tuple(name for name, convention in CONVENTIONS.items() if convention.extents is None)
 LEARNED = tuple(name for name, traits in KINDS.items() if traits.learned)
 COMMUTING = tuple(name for name, traits in KINDS.items() if traits.commutes)
 PRODUCTS = tuple(name for name, traits in KINDS.items() if traits.product)

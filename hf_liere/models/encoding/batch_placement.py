@@ -80,11 +80,10 @@ def place_shapes(config, shapes: torch.Tensor, num_patches: int) -> TokenPositio
         shapes: (B, A) patches per axis of every sample, in the working type.
         num_patches: N, padding included.
     """
-    num_prefix_tokens, prefix_coordinate = config.prefix
     index = torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)  # (N,)
     strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)  # (B, A)
     strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
     sizes, trained = shapes.unsqueeze(1), shapes.new_tensor(config.train_grid)  # (B, 1, A), (A,)
     indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
     patches = CONVENTIONS[config.coordinates].place(indices, sizes, trained, sizes[..., -1:])  # (B, N, A)
-    return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)
+    return TokenPositions.from_coordinates(patches, *config.prefix)

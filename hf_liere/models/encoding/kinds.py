@@ -106,11 +106,6 @@ class Convention:
     centre: float | None = None
     extents: Callable | None = None
 
-    @property
-    def needs_spacing(self) -> bool:
-        """Whether coordinates follow from the spacing of an input, not from its grid alone."""
-        return self.extents is not None
-
 
 def convention_of(config) -> Convention | None:
     """The convention of a configuration; `None` for tokens, and for models without coordinates."""
@@ -118,6 +113,6 @@ def convention_of(config) -> Convention | None:
 
 
 def needs_spacing(config) -> bool:
-    """Whether coordinates follow from the spacing of an input, see [`Convention.needs_spacing`]."""
+    """Whether coordinates follow from the spacing of an input, not from its grid alone."""
     convention = convention_of(config)
-    return convention is not None and convention.needs_spacing
+    return convention is not None and convention.extents is not None

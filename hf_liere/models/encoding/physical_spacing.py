@@ -1,10 +1,12 @@
 """Coordinates in units of length and time: extents of patches from the spacing of pixels and the times of frames."""
 
+import math
+
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
 from .kinds import CONVENTIONS, Convention
-from .positions import in_unit, patch_indices
+from .positions import in_unit
 
 
 def physical_extents(
@@ -45,9 +47,9 @@ def physical_extents(
     tubelets = times.unflatten(1, (grid[0], config.patch_shape[0])).mean(dim=-1) - (first + last) / 2
     # If all frames have one time, patches have an extent of zero and displacements do not matter.
     extent = torch.where(interval > 0, interval, 1.0) * config.patch_shape[0]  # (1 or B, 1)
-    frames = patch_indices(grid[:1], None, device, dtype).squeeze(-1)  # (grid[0],)
+    frames = torch.arange(grid[0], device=device, dtype=dtype)  # (grid[0],)
     displaced = tubelets / extent - (frames + 0.5 - grid[0] / 2)  # (1 or B, grid[0])
-    displaced = displaced.repeat_interleave(patch_indices(grid[1:], None, device, dtype).shape[0], dim=1)  # (1 or B, N)
+    displaced = displaced.repeat_interleave(math.prod(grid[1:]), dim=1)  # (1 or B, N)
     return spacing * patch_shape / units, torch.nn.functional.pad(displaced.unsqueeze(-1), (0, len(grid) - 1))
 
 

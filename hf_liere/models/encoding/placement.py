@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..fast.dispatch import working_dtype
 from .displacements import draw_displacements
-from .kinds import CONVENTIONS
+from .kinds import convention_of
 from .positions import TokenPositions, patch_indices
 
 
@@ -44,15 +43,13 @@ def place_patches(
     """
     if not config.uses_positions:
         return None
-    (num_prefix_tokens, prefix_coordinate), train_grid, dtype = config.prefix, config.train_grid, working_dtype(device)
     if extents is None:
-        # (P + N, A)
-        return TokenPositions.from_grid(
-            grid, train_grid, config.coordinates, num_prefix_tokens, prefix_coordinate, offsets, device, dtype
-        )
-    indices = patch_indices(grid, offsets, device, dtype)  # (…, N, A)
+        grids = grid, config.train_grid
+        return TokenPositions.from_grid(*grids, config.coordinates, *config.prefix, offsets, device)  # (P + N, A)
+    indices = patch_indices(grid, device)  # (N, A)
+    indices = indices if offsets is None else indices + offsets  # (…, N, A)
     patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
-    return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)  # (1 or B, P + N, A)
+    return TokenPositions.from_coordinates(patches, *config.prefix)  # (1 or B, P + N, A)
 
 
 def place_input(
@@ -74,11 +71,11 @@ def place_input(
         needs_positions: Whether the caller gave no positions.
     """
     extents = offsets = displaced = None
-    convention = CONVENTIONS.get(config.coordinates)
+    convention = convention_of(config)
     if needs_positions and convention is not None and convention.extents is not None:
         # (A,) or (1 or B, A), (1 or B, N, A)
         extents, displaced = convention.extents(config, grid, batch_size, spacing, frame_times, device)
     if training:
         # (N, A), (…, N, A)
-        offsets, displaced = draw_displacements(config, grid, displaced, device, working_dtype(device))
+        offsets, displaced = draw_displacements(config, grid, displaced, device)
     return Place(grid, offsets, place_patches(config, grid, device, displaced, extents) if needs_positions else None)

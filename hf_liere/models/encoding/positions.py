@@ -62,7 +62,6 @@ class TokenPositions:
         prefix_coordinate: float = 0.0,
         offsets: torch.Tensor | None = None,
         device: torch.device | None = None,
-        dtype: torch.dtype = torch.float64,
     ) -> "TokenPositions":
         """
         The patches of a grid, first axis slowest (raster order), after prefix tokens.
@@ -71,7 +70,7 @@ class TokenPositions:
             grid, train_grid: Patches per axis of the input, and in training; A numbers each.
             coordinates: A convention of [`GridFields`] that needs no spacing.
             prefix_coordinate: Coordinate of prefix tokens on every axis.
-            offsets: (N, A) displacements of patches in patch extents, from [`draw_perturbation`].
+            offsets: (N, A) displacements of patches in patch extents.
 
         Raises:
             ValueError: for any other `coordinates`; for those of a spacing call [`place_patches`].
@@ -81,12 +80,9 @@ class TokenPositions:
                 f"coordinates={coordinates!r} follow from the spacing of an input, not from its grid alone."
             )
         device = torch.empty(0).device if device is None else device
-        facts = GridFacts(
-            tuple(grid), tuple(train_grid), coordinates, num_prefix_tokens, float(prefix_coordinate), device, dtype
-        )
-        if offsets is None:
-            return GridPositions(facts)
-        return TokenPositions(facts.coordinates(offsets), num_prefix_tokens)  # (P + N, A)
+        prefix = num_prefix_tokens, float(prefix_coordinate)
+        positions = GridPositions(GridFacts(tuple(grid), tuple(train_grid), coordinates, *prefix, device))
+        return positions if offsets is None else positions.moved(offsets)
 
     @staticmethod
     def from_coordinates(
@@ -128,7 +124,7 @@ class GridFacts(NamedTuple):
         convention: A key of `CONVENTIONS`.
         num_prefix_tokens: Number P of class and register tokens.
         prefix_coordinate: Coordinate of prefix tokens on every axis.
-        device, dtype: Those of the coordinates.
+        device: That of the coordinates.
     """
 
     grid: tuple[int, ...]
@@ -137,12 +133,12 @@ class GridFacts(NamedTuple):
     num_prefix_tokens: int
     prefix_coordinate: float
     device: torch.device
-    dtype: torch.dtype
 
     def coordinates(self, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """(P + N, A), with patches displaced by (N, A) `offsets` in patch extents."""
         place = CONVENTIONS[self.convention].place
-        indices = patch_indices(self.grid, offsets, self.device, self.dtype)  # (N, A)
+        indices = patch_indices(self.grid, self.device)  # (N, A)
+        indices = indices if offsets is None else indices + offsets  # (…, N, A)
         axes = zip(indices.unbind(-1), self.grid, self.train_grid)  # ((N,), n, n₀) for every axis
         patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
         return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)  # (P + N, A)
@@ -204,18 +200,14 @@ class GridPositions(TokenPositions):
         return GridPositions(self.facts._replace(prefix_coordinate=0.0))
 
     def to(self, device: torch.device | str) -> TokenPositions:
-        device = torch.device(device)
-        return GridPositions(self.facts._replace(device=device, dtype=working_dtype(device)))
+        return GridPositions(self.facts._replace(device=torch.device(device)))
 
 
-def patch_indices(
-    grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """(N, A) indices of the patches of a grid in raster order, displaced by `offsets`."""
+def patch_indices(grid: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """(N, A) indices of the patches of a grid in raster order, in the working type."""
     # arange, unlike linspace, keeps one compiled graph for every size.
-    axes = [torch.arange(size, device=device, dtype=dtype) for size in grid]  # A × (n,)
-    indices = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)  # (N, A)
-    return indices if offsets is None else indices + offsets  # (…, N, A)
+    axes = [torch.arange(size, device=device, dtype=working_dtype(device)) for size in grid]  # A × (n,)
+    return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)  # (N, A)
 
 
 def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..encoding.displacements import draw_displacements
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_fields import rotated_prefix
-from ..fast.dispatch import product_dtype, working_dtype
+from ..fast.dispatch import product_dtype
 from ..probing.module_inspection import View, takes
 from ..rotation.grouped_rotation import Rotation
 from ..transformer.pose_arguments import find_attention
@@ -313,8 +313,8 @@ def place_grid(
     prefix_coordinate: float = 0.0,
 ) -> TokenPositions:
     """Positions of prefix tokens and of all patches of a grid, augmented during training if so configured."""
-    rotary_patch, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
+    rotary_patch, offsets = tower.rotary_patch, None
     if tower.training:
-        _, offsets = draw_displacements(rotary_patch.config, grid, None, device, dtype)  # (N, A) or None
+        _, offsets = draw_displacements(rotary_patch.config, grid, None, device)  # (N, A) or None
     prefix, trained = (num_prefix_tokens, prefix_coordinate), rotary_patch.train_grid
-    return TokenPositions.from_grid(grid, trained, rotary_patch.coordinates, *prefix, offsets, device, dtype)
+    return TokenPositions.from_grid(grid, trained, rotary_patch.coordinates, *prefix, offsets, device)

@@ -76,7 +76,7 @@ def patch_table(
         table = resized.to(table.dtype)  # (1, hidden_size, *grid)
     if offsets is not None:
         sizes = offsets.new_tensor(grid)
-        indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)  # (N, A)
+        indices = patch_indices(grid, offsets.device) + offsets  # (N, A)
         # grid_sample takes the last axis first; −1 and 1 are the outer borders of the first and last entry.
         points = ((2 * indices + 1) / sizes - 1).flip(-1).view(1, *grid, len(grid)).to(table.dtype)
         table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)

@@ -6,9 +6,17 @@ from encoding_cases import GRID_CONVENTIONS
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import LieREViTConfig, grid_positions
-from hf_liere.models.encoding.displacements import draw_augmentation, draw_perturbation
+from hf_liere.models.encoding.displacements import draw_displacements, draw_perturbation
 from hf_liere.models.encoding.given_positions import check_coordinates, check_shape
 from hf_liere.models.encoding.positions import TokenPositions, prepend_prefix
+
+
+CPU = torch.device("cpu")
+
+
+def draw_augmentation(grid, given=None, shift=0.0, jitter=None, rescale=None):
+    strengths = {"position_shift": shift, "position_jitter": jitter, "position_rescale": rescale}
+    return draw_displacements(LieREViTConfig(**strengths), grid, given, CPU)[1]
 
 
 def test_raster_order_and_conventions():
@@ -43,7 +51,7 @@ def test_offsets_are_patch_extents(coordinates):
 
 @pytest.mark.parametrize("strength", [1e-3, 0.1, 0.5, 1.0, 5.0])
 def test_perturbation_is_a_truncated_normal(strength):
-    draws = draw_perturbation((300, 300), strength, None).flatten()
+    draws = draw_perturbation((300, 300), strength, CPU).flatten()
     assert draws.abs().max() <= 0.5
     # Kolmogorov–Smirnov against the truncated normal distribution; 1.95/√n is the 0.1% critical value.
     draws = draws.sort().values
@@ -56,7 +64,7 @@ def test_perturbation_is_a_truncated_normal(strength):
 
 def test_perturbation_has_no_mass_at_the_border():
     """Clamping, as the official code does, would put a third of the draws on the border at strength 1."""
-    draws = draw_perturbation((100, 100), 1.0, None)
+    draws = draw_perturbation((100, 100), 1.0, CPU)
     assert (draws.abs() == 0.5).sum() == 0
 
 
@@ -110,7 +118,7 @@ def test_a_grid_never_contradicts_its_coordinates():
 
 def dinov3_coordinates(grid, **strengths):
     """What transformers' DINOv3 computes, (N, A) from −1 to 1 on two axes."""
-    coordinates = dinov3.get_patches_center_coordinates(*grid, dtype=torch.float64, device=torch.device("cpu"))
+    coordinates = dinov3.get_patches_center_coordinates(*grid, dtype=torch.float64, device=CPU)
     return dinov3.augment_patches_center_coordinates(coordinates, **strengths)
 
 
@@ -122,9 +130,8 @@ def test_augmentation_is_that_of_dinov3(strengths):
     """
     grid, count = (3, 5), 1000
     regular, ours, theirs = dinov3_coordinates(grid), [], []
-    arguments = {"shift": 0.0, "jitter": None, "rescale": None, **strengths}
     for _ in range(count):
-        offsets = draw_augmentation(grid, None, **arguments, device=None)
+        offsets = draw_augmentation(grid, **strengths)
         place = TokenPositions.from_grid(grid, grid, "unit", offsets=offsets).coordinates * 2 - 1
         for values, draws in ((place, ours), (dinov3_coordinates(grid, **strengths), theirs)):
             factor = (values[-1] - values[0]) / (regular[-1] - regular[0])
@@ -153,7 +160,7 @@ def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates
     centre = (corners[0] + corners[-1]) / 2
     extent = (corners[-1] - corners[0]) * torch.tensor(grid) / (torch.tensor(grid, dtype=dtype) - 1)
     torch.manual_seed(1)
-    offsets = draw_augmentation(grid, None, 0.5, 2.0, 3.0, None)
+    offsets = draw_augmentation(grid, None, 0.5, 2.0, 3.0)
     torch.manual_seed(1)
     shift = (torch.rand(2, dtype=dtype) * 2 - 1) * 0.5
     factor = ((torch.rand(2, dtype=dtype) * 2 - 1) * math.log(2)).exp()
@@ -165,9 +172,9 @@ def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates
 
 def test_augmentation_follows_perturbation():
     torch.manual_seed(2)
-    offsets = draw_perturbation((3, 4), 0.5, None)
-    assert draw_augmentation((3, 4), offsets, 0.0, None, None, None) is offsets
-    moved = draw_augmentation((3, 4), offsets, 0.0, None, 2.0, None)
+    offsets = draw_perturbation((3, 4), 0.5, CPU)
+    assert draw_augmentation((3, 4), offsets) is offsets
+    moved = draw_augmentation((3, 4), offsets, rescale=2.0)
     place, perturbed = (
         TokenPositions.from_grid((3, 4), (3, 4), "unit", offsets=given).coordinates - 0.5 for given in (moved, offsets)
     )

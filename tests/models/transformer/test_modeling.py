@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.models.encoding.displacements import draw_augmentation, draw_perturbation
+from hf_liere.models.encoding.displacements import draw_displacements, draw_perturbation
 from hf_liere.models.encoding.positions import TokenPositions
 
 
@@ -164,7 +164,7 @@ def test_patches_of_a_centred_grid_are_perturbed_in_training(tiny):
     torch.manual_seed(7)
     perturbed = model.train()(pixel_values).logits
     torch.manual_seed(7)
-    offsets = draw_perturbation((4, 3), 0.5, None)
+    offsets = draw_perturbation((4, 3), 0.5, torch.device("cpu"))
     positions = TokenPositions.from_grid((4, 3), (4, 4), "centred_grid", offsets=offsets).coordinates
     torch.testing.assert_close(perturbed, model.eval()(pixel_values, positions=positions).logits)
 
@@ -224,7 +224,7 @@ def test_augmentation_of_coordinates_acts_in_training_only(tiny, name, fields):
     pixel_values = images(2, 3, 8, 16)
     assert torch.equal(model(pixel_values).logits, plain(pixel_values).logits)
     torch.manual_seed(5)
-    offsets = draw_augmentation((2, 4), None, *AUGMENTED.values(), None)
+    _, offsets = draw_displacements(model.config, (2, 4), None, torch.device("cpu"))
     coordinates = TokenPositions.from_grid((2, 4), (4, 4), model.config.coordinates, offsets=offsets).coordinates
     expected = plain(pixel_values, positions=coordinates).logits
     torch.manual_seed(5)
