@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +17,7 @@ from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import TowerPatch, patched_towers
 from ..models.probing.module_inspection import linear_layer
 from ..storage.loading import local_path, parse_json
-from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest, open_weights
 from .apply import attach_plans, make_plans, require_patched
 
 
@@ -260,11 +259,8 @@ def read_adapter(
     """
     path = _find_file(source, ADAPTER_CONFIG, revision)
     config, bases = parse_adapter(parse_json(path.read_bytes(), path), path)
-    path = _find_file(source, ADAPTER_WEIGHTS, revision)
-    try:
-        return config, bases, load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is damaged or truncated.") from error
+    with open_weights(_find_file(source, ADAPTER_WEIGHTS, revision)) as file:
+        return config, bases, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def parse_adapter(content: dict[str, Any], path: Path) -> tuple[RotaryPatchConfig, list[dict]]:

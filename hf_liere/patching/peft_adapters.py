@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,7 +21,7 @@ from ..models.patched.modeling_patched import RotaryModelMixin, auto_classes, pa
 from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..models.patched.tower_patch import patched_towers
 from ..storage.loading import find_beside
-from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, open_weights
 from .adapters import (
     PEFT_WEIGHTS,
     load_rotary,
@@ -135,11 +134,8 @@ def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
     if path is None:
         return []
     if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read ({error}): it is damaged or truncated.") from error
+        with open_weights(path) as file:
+            names = list(file.keys())
     else:
         names = list(torch.load(path, map_location="meta", weights_only=True))
     return [name for name in names if "rotary_encoding" in name.split(".")]

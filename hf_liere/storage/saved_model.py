@@ -115,7 +115,7 @@ class SavedModel:
         """The file and the shape of each tensor, by name."""
         tensors: dict[str, tuple[Path, torch.Size]] = {}
         for path in self.weight_files:
-            with _open(path) as file:
+            with open_weights(path) as file:
                 tensors |= {name: (path, torch.Size(file.get_slice(name).get_shape())) for name in file.keys()}
         return tensors
 
@@ -134,7 +134,7 @@ class SavedModel:
         """Digest, and names of tensors with NaN or infinity, in one pass with one tensor in memory at a time."""
         digest, nonfinite = hashlib.sha256(), []
         for name, (path, _) in sorted(self._headers.items()):
-            with _open(path) as file:
+            with open_weights(path) as file:
                 tensor = file.get_tensor(name)
             _update(digest, name, tensor)
             if tensor.is_floating_point() and not tensor.float().isfinite().all():
@@ -156,7 +156,8 @@ ModelFolder = SavedModel | str | os.PathLike
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def open_weights(path: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises `ValueError` if it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             yield file

@@ -73,12 +73,8 @@ def distinct_grids(
 
 def place_shapes(config, shapes: torch.Tensor, num_patches: int) -> TokenPositions:
     """
-    [`place_patches`] for samples of different sizes, by operations that do not depend on the sizes. Positions of
-    padding are arbitrary.
-
-    Args:
-        shapes: (B, A) patches per axis of every sample, in the working type.
-        num_patches: N, padding included.
+    [`place_patches`] for samples of (B, A) `shapes`, in the working type, by operations that do not depend on them.
+    Positions of padding are arbitrary.
     """
     index = torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)  # (N,)
     strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)  # (B, A)

@@ -49,13 +49,7 @@ class EncodingInBasis(RotaryEncoding):
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
-        """
-        Rotations without a matrix exponential.
-
-        Returns:
-            One [`rotation.PlaneRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which
-            leave one direction fixed.
-        """
+        """Planes, without a matrix exponential; blocks where their size is odd, which leaves one direction fixed."""
         if self.block_size % 2:
             return super().layer_rotations(positions, dtype, layers)
         placed = positions.locate()

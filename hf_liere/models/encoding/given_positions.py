@@ -30,17 +30,18 @@ def place_given(
     """
     if not config.uses_positions:
         raise ValueError(f"positions were given, but position_encoding={config.position_encoding!r} has no rotations.")
-    num_prefix_tokens, prefix_coordinate = config.prefix
+    num_prefix_tokens = config.num_prefix_tokens
     accepted = num_prefix_tokens if config.places_prefix else 0
     check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
     coordinates = zero_hidden(coordinates, visible)  # (…, N or P + N, A)
     check_coordinates(config, coordinates)
-    has_prefix = coordinates.shape[-2] > num_tokens
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
         origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
         coordinates = (coordinates - origin) * scale  # (…, N or P + N, A)
-    return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
+    if coordinates.shape[-2] > num_tokens:
+        return TokenPositions(coordinates, num_prefix_tokens)
+    return TokenPositions.from_coordinates(coordinates, *config.prefix)
 
 
 def check_shape(

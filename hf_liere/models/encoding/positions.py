@@ -86,14 +86,10 @@ class TokenPositions:
 
     @staticmethod
     def from_coordinates(
-        coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
+        coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float = 0.0
     ) -> "TokenPositions":
-        """
-        Patches at any (…, N, A) coordinates, after prefix tokens at `prefix_coordinate` on every axis; pass `None` if
-        the coordinates already start with those of prefix tokens.
-        """
-        if prefix_coordinate is not None:
-            coordinates = prepend_prefix(coordinates, num_prefix_tokens, prefix_coordinate)  # (…, P + N, A)
+        """Patches at any (…, N, A) coordinates, after prefix tokens at `prefix_coordinate` on every axis."""
+        coordinates = prepend_prefix(coordinates, num_prefix_tokens, prefix_coordinate)  # (…, P + N, A)
         return TokenPositions(coordinates, num_prefix_tokens)
 
     def locate(self) -> "TokenPositions":

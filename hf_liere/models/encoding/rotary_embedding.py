@@ -13,7 +13,7 @@ from ..probing.planes import channel_pairs
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
-from .folding import EncodingConfig, build_encoding
+from .folding import EncodingConfig, build_encoding, fold_encoding
 from .given_positions import check_coordinates
 from .kinds import ENCODINGS, generators_commute
 from .positions import GridPositions, TokenPositions
@@ -300,15 +300,11 @@ class LieRotaryEmbedding(nn.Module):
         if encoding.in_basis:
             for projections, basis in zip(zip(*layers), encoding.bases()):
                 fold_into(projections, basis)
-            self.encoding = build_encoding(self.config, self.num_axes).to(encoding.generators.device)
-            self.encoding.copy_rotations(encoding)
+            self.encoding = fold_encoding(encoding, self.config, {})
         return self.eval()
 
     def train(self, mode: bool = True) -> "LieRotaryEmbedding":
-        """
-        Raises:
-            ValueError: if the rotations are folded.
-        """
+        """Raises `ValueError` if the rotations are folded."""
         if mode and self.config.folded_grids is not None:
             raise ValueError("These rotations are folded into projections, which is for inference.")
         return super().train(mode)

@@ -252,11 +252,8 @@ def refuse_unused(config, neutral: dict[str, Any], is_used: bool, owner: str) ->
 
 def check_rotations(config) -> None:
     """
-    Args:
-        config: Any with [`RotaryFields`] and sizes of attention, of the right types and with defaults filled in.
-
-    Raises:
-        ValueError: if a value is out of range, or fields do not fit together.
+    Raises `ValueError` if values of a configuration with [`RotaryFields`] and sizes of attention are out of range, or
+    do not fit together; their types are right, and defaults filled in.
     """
     check_ranges(config, RANGES)
     own = own_fields(config)

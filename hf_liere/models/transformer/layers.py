@@ -127,9 +127,6 @@ class LieREDropPath(nn.Module):
         survives = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate  # (B, 1, 1)
         return branch * survives.to(branch.dtype) / (1 - self.rate)  # (B, N, hidden_size)
 
-    def extra_repr(self) -> str:
-        return f"rate={self.rate}"
-
 
 class LieRELayer(GradientCheckpointingLayer):
     """Pre-norm transformer block."""

@@ -61,10 +61,7 @@ class LieREPreTrainedModel(PreTrainedModel):
             self.eval()
 
     def train(self, mode: bool = True):
-        """
-        Raises:
-            ValueError: if the model is folded, see `fold_rotations`.
-        """
+        """Raises `ValueError` if the model is folded, see `fold_rotations`."""
         # transformers sets a mode before it sets the configuration.
         if mode and getattr(self, "config", None) is not None and self.config.folded_grids is not None:
             raise ValueError(

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ...models.encoding.positions import TokenPositions
 from .attention import input_batches, vision_tower
 from .encodings import rotary_encoding, step_sizes
 
@@ -61,7 +60,7 @@ def output_change(
         moved = positions.coordinates.clone()  # (N, A) or (B, N, A)
         first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens
         moved[..., first:, :] += offset * steps.to(moved)
-        return (TokenPositions.from_coordinates(moved, positions.num_prefix_tokens, None), *others), options
+        return (positions._replace(moved), *others), options
 
     pooled: dict[float, torch.Tensor] = {}
     with encoding.register_forward_pre_hook(move, with_kwargs=True):
