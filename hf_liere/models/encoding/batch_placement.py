@@ -21,11 +21,8 @@ def place_batch(
     has_table: bool,
 ) -> tuple[list[Place], tuple[torch.Tensor, ...], TokenPositions | GroupedPositions | None]:
     """
-    Place a batch of samples with (B, A) grids, padded to `num_patches`, computing each distinct grid once.
-
-    Returns:
-        The places of the distinct grids and the (samples,) indices of each, both empty if no table needs them; and the
-        positions of all tokens.
+    Place a batch of samples with (B, A) grids, padded to `num_patches`: the places of the distinct grids and the
+    (samples,) indices of each, both empty if no table needs them, and the positions of all tokens.
     """
     needs_positions = needs_positions and config.uses_positions
     if not has_table and not needs_positions:
@@ -49,11 +46,8 @@ def distinct_grids(
     spatial_shapes: torch.Tensor, spacing: torch.Tensor | None, device: torch.device
 ) -> list[tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor]]:
     """
-    The grids of a batch, each with the spacing and the (samples,) indices of its samples.
-
-    Args:
-        spatial_shapes: (B, A) patches per axis.
-        spacing: (A,), (B, A) or `None`; samples of different spacing do not share a grid.
+    The grids of (B, A) patches per axis, each with the spacing and the (samples,) indices of its samples. Samples of
+    different (A,) or (B, A) spacing do not share a grid.
     """
     spacing = None if spacing is None else torch.as_tensor(spacing)
     groups: dict[tuple, tuple[torch.Tensor | None, list[int]]] = {}

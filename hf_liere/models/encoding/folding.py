@@ -107,11 +107,8 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
 
 def fold_encoding(encoding: RotaryEncoding, config, rotations: dict[tuple, Iterable[Rotation]]) -> RotaryEncoding:
     """
-    The same rotations without exponentials and bases, see `RotaryEncoding.folded_class`.
-
-    Args:
-        config: That of the encoding, with `folded_grids`.
-        rotations: By grid, its rotations of the tokens.
+    The rotations of an encoding, and of the tokens of some grids, without exponentials and bases, for its configuration
+    with `folded_grids`; see `RotaryEncoding.folded_class`.
     """
     constant = needs_exponential(config)
     if not (constant or encoding.in_basis):

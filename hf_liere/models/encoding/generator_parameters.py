@@ -24,26 +24,16 @@ class GeneratorParameters(EncodingTraits, LearnedRotations):
 
     def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         """
-        Parameters by name with which the encoding rotates plane i of a head by Σ_a p_a f_ai; planes are pairs of
-        neighbouring channels, unless an encoding documents others.
-
-        Args:
-            frequencies: (A, layers or 1, heads or 1, planes).
-
-        Raises:
-            ValueError: as [`parameters_for_entries`].
+        Parameters by name with which the encoding rotates plane i of a head by Σ_a p_a f_ai, (A, layers or 1, heads or
+        1, planes); planes are pairs of neighbouring channels, unless an encoding documents others. Raises as
+        [`parameters_for_entries`].
         """
         return self.parameters_for_entries(self.to_blocks(frequencies))
 
     def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
         """
-        Parameters by name with which the generators have these free entries.
-
-        Args:
-            entries: (A, layers or 1, heads or 1, blocks, b(b−1)/2).
-
-        Raises:
-            ValueError: if the encoding does not have such generators, with the reason.
+        Parameters by name with which the generators have these free entries, (A, layers or 1, heads or 1, blocks,
+        b(b−1)/2). Raises `ValueError` if the encoding does not have such generators, with the reason.
         """
         raise NotImplementedError
 

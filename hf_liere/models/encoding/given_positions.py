@@ -23,10 +23,8 @@ def place_given(
 ) -> TokenPositions:
     """
     Positions of all tokens from the user's coordinates of `num_tokens` input tokens, or of all tokens. Coordinates of
-    hidden tokens, false in (B, N) `visible`, are ignored.
-
-    Raises:
-        ValueError: as [`check_shape`] and [`check_coordinates`], or if the model does not use positions.
+    hidden tokens, false in (B, N) `visible`, are ignored. Raises `ValueError` as [`check_shape`] and
+    [`check_coordinates`], or if the model does not use positions.
     """
     if not config.uses_positions:
         raise ValueError(f"positions were given, but position_encoding={config.position_encoding!r} has no rotations.")
@@ -48,11 +46,8 @@ def check_shape(
     positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
 ) -> None:
     """
-    Args:
-        num_prefix_tokens: Number P of class and register tokens whose positions may come first.
-
-    Raises:
-        ValueError: if the user's `positions` are not (N, A), (1, N, A) or (B, N, A), with N or P + N tokens.
+    Raises `ValueError` if the user's `positions` are not (N, A), (1, N, A) or (B, N, A), with N patches, or these after
+    P class and register tokens.
     """
     require_tensors(positions=positions)
     accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
@@ -85,11 +80,9 @@ def check_coordinates(config, positions: torch.Tensor) -> None:
 
 def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """
-    (…, N, C) values of tokens, with or without prefix tokens, and zeros for hidden tokens: the values there, even
-    infinity and NaN, reach neither outputs nor gradients.
-
-    Args:
-        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all samples hide them.
+    (…, N, C) values of tokens, with or without prefix tokens, and zeros where (B, N) `visible` is false: the values
+    there, even infinity and NaN, reach neither outputs nor gradients. Values that samples share are zero where all
+    samples hide them.
     """
     if visible is None:
         return values

@@ -113,10 +113,8 @@ def register_coordinates(name: str, convention: Convention) -> None:
 
 def import_file(file: str | Path) -> None:
     """
-    Import a file that registers something, as `import my_rotations` does in the folder of `my_rotations.py`.
-
-    Raises:
-        ValueError: if there is no such file, or Python imports another one by this name.
+    Import a file that registers something, as `import my_rotations` does in the folder of `my_rotations.py`. Raises
+    `ValueError` if there is no such file, or Python imports another one by this name.
     """
     path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():

@@ -17,13 +17,10 @@ def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, l
     """
     The planes of a head, ordered so that each run of b/2 makes a block of the encoding: of any axes for LieRE and
     encodings with a basis, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
+    Raises `ValueError` if there is no such order.
 
     Args:
         axes: By plane, the axis with which it rotates, 0 … A − 1.
-        label: Of the rotations, for errors.
-
-    Raises:
-        ValueError: if there is no such order.
     """
     planes_of_axis = [[p for p, axis in enumerate(axes) if axis == a] for a in range(max(axes) + 1)]
     counts, size = [len(planes) for planes in planes_of_axis], block_size // 2
@@ -71,17 +68,12 @@ def start_at(encoding, frequencies: torch.Tensor, label: str = "the start") -> S
     Set the parameters of an encoding so that the planes of its heads start with the given frequencies; those that a
     checkpoint has set keep their values.
 
-    Args:
-        encoding: A [`RotaryEncoding`].
-        frequencies: See [`LieRotaryEmbedding`].
-        label: Of the rotations, for errors.
-
     Returns:
         The planes in the order in which they make blocks.
 
     Raises:
-        ValueError: if the frequencies have another shape or are not finite, layers or heads that share generators have
-            different ones, or the encoding cannot rotate so.
+        ValueError: if the frequencies, see [`LieRotaryEmbedding`], have another shape or are not finite, layers or
+            heads that share generators have different ones, or the encoding cannot rotate so.
     """
     values, config = frequencies.detach().to(torch.float64), encoding.config
     if values.ndim == encoding.num_axes == 1:

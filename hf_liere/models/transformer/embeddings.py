@@ -29,10 +29,8 @@ class LieREPatchEmbeddings(nn.Module):
 
     def grid(self, pixels: torch.Tensor) -> tuple[int, ...]:
         """
-        Patches per axis of (B, C, *sizes) pixels.
-
-        Raises:
-            ValueError: if the number of axes or channels is wrong or a size is not divisible by the patch.
+        Patches per axis of (B, C, *sizes) pixels. Raises `ValueError` if the number of axes or channels is wrong or a
+        size is not divisible by the patch.
         """
         if not isinstance(pixels, torch.Tensor):
             require_tensors(pixel_values=pixels)
@@ -168,10 +166,7 @@ class LieREEmbeddings(LieRETokenEmbeddings):
     ) -> torch.Tensor:
         """
         (B, C, *sizes) pixels or (B, N, patch pixels) patches → (B, prefix + N, hidden_size), with the `positions` of
-        all tokens and the `table` from [`patch_table`].
-
-        Raises:
-            ValueError: as [`assemble`].
+        all tokens and the `table` from [`patch_table`]. Raises as [`assemble`].
         """
         cls_entry = self.position_embeddings[:, :1] if self.has_table else None
         embeddings = self.patch_embeddings(pixels)  # (B, N, hidden_size)

@@ -32,10 +32,8 @@ class LieREFeatureEmbeddings(LieRETokenEmbeddings):
 
     def shape(self, features: torch.Tensor) -> tuple[int, int]:
         """
-        Batch size B and number of tokens N of (B, N, feature_size) features.
-
-        Raises:
-            ValueError: if they have another shape or are not floating point.
+        Batch size B and number of tokens N of (B, N, feature_size) features. Raises `ValueError` if they have another
+        shape or are not floating point.
         """
         require_tensors(inputs_embeds=features)
         if features.ndim != 3 or features.shape[1] == 0 or features.shape[2] != self.feature_size:

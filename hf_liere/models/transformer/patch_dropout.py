@@ -7,16 +7,9 @@ from ..rotation.rotation import gather_tokens
 
 def draw_kept_tokens(embeddings: torch.Tensor, prefix: int, prob: float, visible: torch.Tensor | None) -> torch.Tensor:
     """
-    Draw the tokens that every sample keeps: class and register tokens, and n − ⌊prob · n⌋ of n patches, at least one,
-    without replacement. Patches that a mask hides are kept only if too few others exist.
-
-    Args:
-        embeddings: (B, prefix + n, hidden_size).
-        prefix: Number of class and register tokens.
-        visible: (1 or B, tokens), true for tokens that are attended to; `None` for all.
-
-    Returns:
-        (B, kept) indices of tokens, ascending.
+    Draw the (B, kept) ascending indices of tokens that every sample keeps: those of the prefix, class and register
+    tokens, and n − ⌊prob · n⌋ of n patches, at least one, without replacement. Patches that (1 or B, tokens) `visible`
+    hides are kept only if too few others exist.
     """
     batch_size, num_patches, device = embeddings.shape[0], embeddings.shape[1] - prefix, embeddings.device
     num_kept = max(1, num_patches - int(num_patches * prob))
@@ -29,10 +22,8 @@ def draw_kept_tokens(embeddings: torch.Tensor, prefix: int, prob: float, visible
 
 def gather_mask(mask: torch.Tensor | object | None, kept: torch.Tensor) -> torch.Tensor | None:
     """
-    Select the tokens (B, kept) of every sample in an attention mask (B, N) or (1 or B, 1 or H, 1 or N, N).
-
-    Raises:
-        ValueError: if the mask is not a tensor.
+    Select the tokens (B, kept) of every sample in an attention mask (B, N) or (1 or B, 1 or H, 1 or N, N). Raises
+    `ValueError` if the mask is not a tensor.
     """
     if mask is None:
         return None

@@ -9,11 +9,8 @@ from .configuration_liere import LieREConfig
 
 def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """
-    (B, hidden_size), the token that `config.pooling` selects, or a mean.
-
-    Args:
-        hidden_states: (B, tokens, hidden_size).
-        visible: (1 or B, tokens), true for tokens in a mean; `None` for all.
+    (B, hidden_size), the token of (B, tokens, hidden_size) states that `config.pooling` selects, or the mean of those
+    that are true in (1 or B, tokens) `visible`.
     """
     if config.pooling == "cls":
         return hidden_states[:, 0]  # (B, hidden_size)
@@ -26,10 +23,8 @@ def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> t
 
 def visible_tokens(config, mask: torch.Tensor | object, batch_size: int, num_tokens: int) -> torch.Tensor | None:
     """
-    (1 or B, tokens), true for tokens that a query attends to; `None` if the mask is not a tensor.
-
-    Raises:
-        ValueError: if a mask has the wrong shape, or hides every token of a sample or all that are averaged.
+    (1 or B, tokens), true for tokens that a query attends to; `None` if the mask is not a tensor. Raises `ValueError`
+    if a mask has the wrong shape, or hides every token of a sample or all that are averaged.
     """
     averaged = config.pooling != "cls"
     if not isinstance(mask, torch.Tensor):

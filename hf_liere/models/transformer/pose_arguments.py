@@ -10,15 +10,7 @@ from ..saved_code import SavesItsCode
 
 
 def find_attention(implementation: str, eager: Callable, poses: Any = None) -> Callable:
-    """
-    The function of an attention implementation.
-
-    Args:
-        poses: What the caller of the model gave as `poses`.
-
-    Raises:
-        ValueError: if poses were given, and the function would ignore them.
-    """
+    """The function of an attention implementation. Raises as [`refuse_ignored_poses`]."""
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     refuse_ignored_poses(function, implementation, poses)
     return function

@@ -45,18 +45,12 @@ def patch_table(
     table: torch.Tensor, train_grid: tuple[int, ...], grid: tuple[int, ...], resize: str, offsets: torch.Tensor | None
 ) -> torch.Tensor:
     """
-    The entries of a grid of patches.
+    (1, patches, hidden_size) entries of a grid of patches.
 
     Args:
         table: (1, entries, hidden_size), whose last entries are those of the training patches.
-        resize: `position_table_resize` of the configuration.
+        resize: `position_table_resize` of the configuration; `"truncate"` raises `ValueError` for larger grids.
         offsets: (N, A) displacements in patch extents; displaced patches read between the entries of `grid`.
-
-    Returns:
-        (1, patches, hidden_size).
-
-    Raises:
-        ValueError: if `resize` is `"truncate"` and the grid has more patches than the table has entries.
     """
     table = table[:, -math.prod(train_grid) :]  # (1, N, hidden_size)
     fits = grid == train_grid
