@@ -105,10 +105,8 @@ def models_of(config_class: type[transformers.PreTrainedConfig]) -> dict[str, ty
 
 def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
     """
-    Our model class with this name, as in `architectures` of a saved configuration.
-
-    Raises:
-        ValueError: if no model of ours has this name.
+    Our model class with this name, as in `architectures` of a saved configuration. Raises `ValueError` if no model of
+    ours has this name.
     """
     classes = {cls.__name__: cls for config_class in CONFIGS for cls in models_of(config_class).values()}
     if architecture in classes:
@@ -161,14 +159,8 @@ def build_without_weights(
     checkpoint: str | os.PathLike, revision: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PreTrainedModel:
     """
-    The model of a configuration on the meta device: only the configuration is read.
-
-    Args:
-        checkpoint: Directory, repository on the Hub, or a `model_type` of transformers for its default configuration.
-        revision, trust_remote_code: See [`load_checkpoint`].
-
-    Raises:
-        CheckpointError, HubError: as [`load_checkpoint`].
+    The model of a configuration on the meta device: as [`load_checkpoint`], but only the configuration is read. The
+    checkpoint may also be a `model_type` of transformers, for its default configuration.
     """
     _refuse_adapter(checkpoint)
     is_type = str(checkpoint) in CONFIG_MAPPING and not Path(checkpoint).exists()

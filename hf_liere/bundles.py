@@ -89,13 +89,8 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
 
 def make_layer(position_encoding: str, module: str) -> str:
     """
-    The code of a layer in plain PyTorch, see [`plain.lie_rotary`], for a file that needs torch alone.
-
-    Args:
-        module: The name of the file without its end.
-
-    Raises:
-        ValueError: for an encoding that does not rotate.
+    The code of a layer in plain PyTorch, see [`plain.lie_rotary`], for a file `module`.py that needs torch alone.
+    Raises `ValueError` for an encoding that does not rotate.
     """
     from .models.encoding.kinds import ENCODINGS
     from .models.parts import check_name

@@ -106,10 +106,7 @@ def write_rotations(
 def remove_rotations(directory: str | Path) -> None:
     """
     Delete the rotations that an earlier model left in a directory, before one without is saved there. Files of other
-    formats stay.
-
-    Raises:
-        ValueError: if they were not saved as part of a model, so that this may be their only copy.
+    formats stay. Raises `ValueError` if they were not saved as part of a model: this may be their only copy.
     """
     path = Path(directory) / ADAPTER_CONFIG
     try:
@@ -252,10 +249,8 @@ def read_adapter(
     source: str | Path, revision: str | None = None
 ) -> tuple[RotaryPatchConfig, list[dict], dict[str, torch.Tensor]]:
     """
-    Read an adapter of [`save_rotary`]: the configuration, the fingerprint of each vision tower, and the tensors.
-
-    Raises:
-        ValueError: if a file is missing, cannot be read, or was not written by [`save_rotary`].
+    Read an adapter of [`save_rotary`]: the configuration, the fingerprint of each tower, and the tensors. Raises
+    `ValueError` if a file is missing, cannot be read, or was not written by [`save_rotary`].
     """
     path = _find_file(source, ADAPTER_CONFIG, revision)
     config, bases = parse_adapter(parse_json(path.read_bytes(), path), path)

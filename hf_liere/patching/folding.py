@@ -18,7 +18,7 @@ from ..models.encoding.kinds import needs_exponential
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.projections import check_foldable, fold_into, to_folded
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.encoding.rotary_fields import DISPLACEMENTS, rotated_prefix
+from ..models.encoding.rotary_fields import DISPLACEMENTS
 from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.pretrained_blocks import PretrainedBlocks
@@ -82,9 +82,8 @@ def _fold_vision(tower: nn.Module, config: RotaryPatchConfig, grids: list[list[i
     rotary_config = make_tower_config(
         config, patch.train_grid, encoding.num_layers, own.num_attention_heads, own.head_dim
     )
-    centre = rotated_prefix(patch) if config.rotate_prefix else 0.0
     device = next(tower.parameters()).device
-    places = {grid: place_grid(tower, grid, device, 1, centre) for grid in map(tuple, config.folded_grids or [])}
+    places = {grid: place_grid(tower, grid, device, 1) for grid in map(tuple, config.folded_grids or [])}
     rotations = {grid: encoding(positions) for grid, positions in places.items()}
     tower.rotary_encoding = fold_encoding(encoding, rotary_config, rotations)
     if encoding.in_basis:

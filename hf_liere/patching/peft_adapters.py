@@ -87,11 +87,9 @@ def merge_and_fold(model: "PeftModel", grids: Iterable[tuple[int, ...]] | None =
 
 def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_loaded: bool = False) -> None:
     """
-    Give a base the rotations that a peft adapter was saved with, in place, before loading the adapter.
+    Give a base, or peft's model around it, the rotations that a peft adapter was saved with, before it is loaded.
 
     Args:
-        model: The base, or peft's model around it.
-        source: Folder or repository of the adapter.
         place: Arguments of the loading function, among them those that locate files on the Hub.
         is_loaded: Whether the model already has an adapter of that name, whose values will be replaced.
 

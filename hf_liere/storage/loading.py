@@ -31,10 +31,8 @@ class DiffusersCheckpointError(CheckpointError):
 
 def local_path(checkpoint: str | os.PathLike) -> Path | None:
     """
-    The file or folder of a given name; `None` for the name of a repository on the Hub, `owner/name`.
-
-    Raises:
-        CheckpointError: if it is neither, or if its first part is a folder without the second.
+    The file or folder of a given name; `None` for the name of a repository on the Hub, `owner/name`. Raises
+    [`CheckpointError`] if it is neither, or if its first part is a folder without the second.
     """
     path = Path(checkpoint)
     if path.exists():
@@ -158,10 +156,8 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
 
 def shards(index: Path) -> list[Path]:
     """
-    The files that the index of a sharded checkpoint names.
-
-    Raises:
-        CheckpointError: if the file is not an index, or a shard is missing or outside of the folder.
+    The files that the index of a sharded checkpoint names. Raises [`CheckpointError`] if it is not an index, or a shard
+    is missing or outside of the folder.
     """
     names = parse_json(index.read_bytes(), index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
@@ -177,13 +173,8 @@ def shards(index: Path) -> list[Path]:
 
 def require_loaded_keys(loading: Mapping, checkpoint: str | os.PathLike, besides: tuple[str, ...] = ()) -> None:
     """
-    Args:
-        loading: The key report of `from_pretrained` with `output_loading_info=True`.
-        checkpoint: Origin of the keys, for the message.
-        besides: Prefixes of keys that may be missing or left over.
-
-    Raises:
-        CheckpointError: naming the keys that are missing, of another shape or left over.
+    Raises [`CheckpointError`] naming the keys that are missing, of another shape or left over, by the key report of
+    `from_pretrained` with `output_loading_info=True`; keys with the prefixes `besides` may be.
     """
     mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
     missing, unexpected = set(loading["missing_keys"]) | mismatched, loading["unexpected_keys"]

@@ -12,11 +12,8 @@ from ..errors import InputError
 @contextmanager
 def new_directory(output: str | os.PathLike) -> Iterator[Path]:
     """
-    A folder to fill; it becomes `output` when the block ends without an error.
-
-    Raises:
-        FileExistsError: if `output` exists and is not an empty directory.
-        InputError: if nothing can be written beside it.
+    A folder to fill; it becomes `output` when the block ends without an error. Raises `FileExistsError` if `output`
+    exists and is not an empty directory, [`InputError`] if nothing can be written beside it.
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -31,11 +28,8 @@ def new_directory(output: str | os.PathLike) -> Iterator[Path]:
 @contextmanager
 def new_file(output: str | os.PathLike) -> Iterator[Path]:
     """
-    A path to write to; the file, with others beside it, becomes `output` when the block ends without an error.
-
-    Raises:
-        FileExistsError: if `output` exists.
-        InputError: if nothing can be written beside it.
+    A path to write to; the file, with others beside it, becomes `output` when the block ends without an error. Raises
+    `FileExistsError` if `output` exists, [`InputError`] if nothing can be written beside it.
     """
     output = Path(output)
     if output.exists():

@@ -63,12 +63,8 @@ def place_input(
     needs_positions: bool,
 ) -> Place:
     """
-    Place inputs of one size, with the displacements of training.
-
-    Args:
-        config: A [`LieREPixelConfig`].
-        spacing, frame_times: As in `forward` of [`LieREPixelModel`].
-        needs_positions: Whether the caller gave no positions.
+    Place inputs of one size, with the displacements of training; see `forward` of [`LieREPixelModel`], whose caller may
+    have given positions.
     """
     extents = offsets = displaced = None
     convention = convention_of(config)

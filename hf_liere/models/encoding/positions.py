@@ -176,11 +176,6 @@ class GridPositions(TokenPositions):
         return self._facts
 
     @property
-    def grid(self) -> tuple[int, ...]:
-        """Patches per axis."""
-        return self.facts.grid
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Shape of the coordinates."""
         return self.num_prefix_tokens + math.prod(self._facts.grid), len(self._facts.grid)

@@ -80,10 +80,7 @@ class RotaryModelMixin(_Pickled, ModelBase):
             patch_in_place(self, plan(self, patch))
 
     def train(self, mode: bool = True):
-        """
-        Raises:
-            ValueError: if the rotations are folded.
-        """
+        """Raises `ValueError` if the rotations are folded."""
         if mode and any(tower.rotary_patch.config.folded_grids is not None for _, tower in patched_towers(self)):
             raise ValueError(
                 "The rotations of this model are folded, which is for inference: train the original model."

@@ -57,13 +57,8 @@ def rotary_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    R(p) q and R(p) k (LieRE §4, ComRoPE eq. 3), then the attention that the model is configured with.
-
-    Args:
-        query, key, value: (B, H, N, D).
-
-    Raises:
-        RuntimeError: if the patched model is not being run, or its tokens are not those that were embedded.
+    R(p) q and R(p) k (LieRE §4, ComRoPE eq. 3) of (B, H, N, D) states, then the attention that the model is configured
+    with. Raises `RuntimeError` if the patched model is not being run, or its tokens are not those that were embedded.
     """
     config, current = module.config, ForwardPass.current()
     if current is None or not current.rotations:
@@ -222,11 +217,8 @@ def _read_entries(
     rotary_patch, trained: torch.Tensor, grid: tuple[int, ...], interpolate: Callable[..., torch.Tensor] | None
 ) -> torch.Tensor:
     """
-    (N, hidden_size) entries for the patches of a grid, from the trained table, as `keep_absolute` defines them.
-
-    Args:
-        interpolate: The model's own interpolation. It is not used on three axes, where that of transformers takes
-            square frames only.
+    (N, hidden_size) entries for the patches of a grid, from the trained table, as `keep_absolute` defines them. The
+    model's own interpolation is not used on three axes, where that of transformers takes square frames only.
     """
     keep = rotary_patch.config.keep_absolute
     if keep == "drop":
@@ -274,11 +266,10 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
         raise RuntimeError(
             f"Got {tokens.shape[1]} tokens from {num_patches} patches and cannot tell which patches were kept."
         )
-    centre = rotated_prefix(rotary_patch) if rotary_patch.config.rotate_prefix else 0.0
     if patches is None:
-        positions = place_grid(tower, grid, device, prefix_length, centre)
+        positions = place_grid(tower, grid, device, prefix_length)
     else:
-        positions = TokenPositions.from_coordinates(patches, prefix_length, centre)
+        positions = TokenPositions.from_coordinates(patches, prefix_length, prefix_coordinate(rotary_patch))
     # One rotation per layer, with matrices for (1 or B, 1 or H, prefix + patches).
     current.rotations = list(tower.rotary_encoding(positions, product_dtype(tokens)))
 
@@ -305,16 +296,17 @@ def place_samples(tower: nn.Module, shapes: torch.Tensor, length: int, device) -
     return torch.stack(samples)
 
 
+def prefix_coordinate(rotary_patch) -> float:
+    """The coordinate of class and register tokens on every axis; at zero they are not rotated."""
+    return rotated_prefix(rotary_patch) if rotary_patch.config.rotate_prefix else 0.0
+
+
 def place_grid(
-    tower: nn.Module,
-    grid: tuple[int, ...],
-    device: torch.device,
-    num_prefix_tokens: int = 0,
-    prefix_coordinate: float = 0.0,
+    tower: nn.Module, grid: tuple[int, ...], device: torch.device, num_prefix_tokens: int = 0
 ) -> TokenPositions:
     """Positions of prefix tokens and of all patches of a grid, augmented during training if so configured."""
     rotary_patch, offsets = tower.rotary_patch, None
     if tower.training:
         _, offsets = draw_displacements(rotary_patch.config, grid, None, device)  # (N, A) or None
-    prefix, trained = (num_prefix_tokens, prefix_coordinate), rotary_patch.train_grid
+    prefix, trained = (num_prefix_tokens, prefix_coordinate(rotary_patch)), rotary_patch.train_grid
     return TokenPositions.from_grid(grid, trained, rotary_patch.coordinates, *prefix, offsets, device)

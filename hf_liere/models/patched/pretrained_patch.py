@@ -125,9 +125,8 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
 
 def refuse_blocks(tower: RopeTower) -> None:
     """
-    Raises:
-        ValueError: if the frequencies that a layer rotates with are known only when the model runs: generators contain
-            the frequencies, and learned factors multiply them.
+    Raises `ValueError` if the frequencies that a layer rotates with are known only when the model runs: generators
+    contain the frequencies, and learned factors multiply them.
     """
     accepted = "accepted: position_encoding='rope_mixed'."
     if tower.others:
@@ -150,10 +149,7 @@ def refuse_blocks(tower: RopeTower) -> None:
 def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope) -> None:
     """
     Compare the queries and keys of an attention module of every shape under the model's rotation and under the one that
-    starts there.
-
-    Raises:
-        ValueError: if they differ, or the attention module cannot be called alone.
+    starts there. Raises `ValueError` if they differ, or the attention module cannot be called alone.
     """
     tower = planned.tower
     for layer in {encoding.rows[layer][0]: layer for layer in reversed(encoding.layers)}.values():

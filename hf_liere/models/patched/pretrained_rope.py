@@ -70,12 +70,8 @@ class RopePlanes(nn.Module):
 
 class PretrainedRope(LearnedRotations):
     """
-    The common base of rotations of a [`RopeTower`]: what travels to its attention modules.
-
-    Args:
-        tower: The rotary module and its attention modules.
-        layers: Indices of the attention modules whose rotations are learned.
-        config: A `RotaryPatchConfig`.
+    The common base of rotations of a [`RopeTower`], learned in its attention modules with the indices `layers`: what
+    travels to these modules.
 
     Attributes:
         place: The place in `layers` of every attention module that learns, and of those that read its keys.

@@ -171,10 +171,8 @@ def _accepted_kinds(hint: Any) -> tuple[Any, ...]:
 
 def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
     """
-    Check a configuration against a model, before the model is changed.
-
-    Raises:
-        ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
+    Check a configuration against a model, before the model is changed. Raises `ValueError` if the model is patched
+    already, has nothing to patch, or the configuration does not fit it.
     """
     require_unpatched(model)
     if split := [name for name, value in model.named_parameters() if hasattr(value, "device_mesh")]:

@@ -34,10 +34,8 @@ class Tower(AttentionTower):
     @property
     def train_grid(self) -> tuple[int, ...]:
         """
-        Patches of the trained size along each axis: (frames,) rows and columns.
-
-        Raises:
-            ValueError: if the configuration of the tower does not name that size.
+        Patches of the trained size along each axis: (frames,) rows and columns. Raises `ValueError` if the
+        configuration of the tower does not name that size.
         """
         config: Any = getattr(self.module, "config", None)
         extent = getattr(self.patch_embedding, "kernel_size", ())
@@ -101,10 +99,9 @@ def find_towers(model: nn.Module) -> list[Tower]:
 
 def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -> None:
     """
-    Raises:
-        ValueError: if a tower already rotates queries and keys: the forward of its attention names a rotation, or a
-            module inside has the name of one or contains frequencies (`inv_freq`). After two rotations R₂(p)R₁(p) about
-            different axes, attention would no longer depend on the difference of positions alone.
+    Raises `ValueError` if a tower already rotates queries and keys: the forward of its attention names a rotation, or a
+    module inside has the name of one or contains frequencies (`inv_freq`). After two rotations R₂(p)R₁(p) about
+    different axes, attention would no longer depend on the difference of positions alone.
     """
     found = [
         f"{type(attention).__name__}.forward uses {name}"
@@ -132,10 +129,9 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
 
 def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -> None:
     """
-    Raises:
-        ValueError: if some of `attentions` may see other tokens than the embeddings return: if they belong to several
-            stacks (of windows, frames or messages), or if the tower learns further tokens, outside its embeddings or
-            inside under a name that does not place them before the patches.
+    Raises `ValueError` if some of `attentions` may see other tokens than the embeddings return: if they belong to
+    several stacks (of windows, frames or messages), or if the tower learns further tokens, outside its embeddings or
+    inside under a name that does not place them before the patches.
     """
     kind = type(tower.module).__name__
     stacks = {re.sub(r"\d+", "*", name) for name, _ in attentions}

@@ -66,9 +66,6 @@ class LieRETokenEmbeddings(nn.Module):
     after the class token.
 
     A table with `position_table_size` is read at the coordinates of every token; any other belongs to a subclass.
-
-    Args:
-        table_length: Entries of the learned table, if the configuration has one.
     """
 
     def __init__(self, config: LieREConfig, table_length: int, use_mask_token: bool = False):
@@ -94,16 +91,10 @@ class LieRETokenEmbeddings(nn.Module):
         cls_entry: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
-        (B, N, hidden_size) embeddings of an input → (B, prefix + N, hidden_size) of all tokens.
-
-        Args:
-            positions: Positions of all tokens.
-            bool_masked_pos: (B, N), true where the mask token replaces an embedding.
-            table: (1 or B, N, hidden_size), added to the embeddings of the input.
-            cls_entry: (1, 1, hidden_size), added to the class token.
-
-        Raises:
-            ValueError: if `bool_masked_pos` has another shape or the model has no mask token.
+        (B, N, hidden_size) embeddings of an input → (B, prefix + N, hidden_size) of all tokens, at `positions`.
+        The mask token replaces those where (B, N) `bool_masked_pos` is true; (1 or B, N, hidden_size) `table` is added
+        to them, (1, 1, hidden_size) `cls_entry` to the class token. Raises `ValueError` if `bool_masked_pos` has
+        another shape or the model has no mask token.
         """
         batch_size, num_tokens = embeddings.shape[:2]
         if bool_masked_pos is not None:

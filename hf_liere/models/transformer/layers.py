@@ -22,9 +22,6 @@ class LieREAttention(nn.Module):
     Commuting rotations act in the eigenbasis of their generators. Where `q_proj` and `k_proj` are plain linear layers,
     their weights are multiplied by this basis. Modules with hooks, adapters, parametrizations, or quantized, offloaded
     or sharded weights are called unchanged and their outputs multiplied: the same numbers up to rounding.
-
-    Args:
-        config: A [`LieREConfig`].
     """
 
     def __init__(self, config):

@@ -47,12 +47,7 @@ class LieREModelOutput(BaseModelOutputWithPooling):
 
 
 class LieREEncoderModel(LieREPreTrainedModel):
-    """
-    The transformer without a head, for any number of axes.
-
-    Attributes:
-        embeddings_class: Embeds the input; built with the arguments of the model.
-    """
+    """The transformer without a head, for any number of axes; `embeddings_class` embeds the input."""
 
     embeddings_class: type[LieRETokenEmbeddings]
 
@@ -118,13 +113,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
 
 
 class LieREPixelModel(LieREEncoderModel):
-    """
-    The transformer on a grid of patches of pixels, for two or three axes.
-
-    Args:
-        config: A [`LieREPixelConfig`].
-        use_mask_token: Whether to create the mask token of masked image modeling.
-    """
+    """The transformer on a grid of patches of pixels, for two or three axes."""
 
     config: LieREPixelConfig
     embeddings_class = LieREEmbeddings

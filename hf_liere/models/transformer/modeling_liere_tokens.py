@@ -94,10 +94,8 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         visible: torch.Tensor | None = None,
     ) -> TokenPositions | None:
         """
-        Positions of all tokens, from those that `forward` takes; `None` if nothing in the model uses them.
-
-        Raises:
-            ValueError: as [`check_shape`] and [`check_coordinates`], or if positions are missing.
+        Positions of all tokens, from those that `forward` takes; `None` if nothing in the model uses them. Raises
+        `ValueError` as [`check_shape`] and [`check_coordinates`], or if positions are missing.
         """
         config = self.config
         if config.uses_positions and positions is not None:
@@ -116,10 +114,8 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         self, attention_mask: torch.Tensor | object | None, batch_size: int, num_tokens: int
     ) -> torch.Tensor | object | None:
         """
-        Extend a (B, N) mask of tokens to class and register tokens, (B, prefix + N); other masks stay unchanged.
-
-        Raises:
-            ValueError: if a mask of tokens has the wrong shape or hides every token of a sample.
+        Extend a (B, N) mask of tokens to class and register tokens, (B, prefix + N); other masks stay unchanged. Raises
+        `ValueError` if a mask of tokens has the wrong shape or hides every token of a sample.
         """
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4:
             return attention_mask

@@ -88,15 +88,8 @@ def check_patches(
     spatial_shapes: torch.Tensor | None,
 ) -> torch.Tensor:
     """
-    (B, N), true for patches and false for padding.
-
-    Args:
-        config: A [`LieREPixelConfig`].
-        pixel_values, pixel_attention_mask, spatial_shapes: As from [`batch_of_patches`]. The mask is optional: it
-            follows from the shapes.
-
-    Raises:
-        ValueError: if they do not fit the configuration or each other.
+    (B, N), true for patches and false for padding, of what [`batch_of_patches`] returns; the mask follows from the
+    shapes and is optional. Raises `ValueError` if they do not fit the configuration or each other.
     """
     width, axes = config.num_channels * math.prod(config.patch_shape), config.num_axes
     if spatial_shapes is None:

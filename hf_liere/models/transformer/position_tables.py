@@ -12,15 +12,8 @@ from ..encoding.positions import patch_indices
 
 def read_table(table: torch.Tensor, size: tuple[int, ...], positions: torch.Tensor) -> torch.Tensor:
     """
-    Multilinear interpolation between the entries of a table.
-
-    Args:
-        table: (1, entries, hidden_size), last axis fastest.
-        size: Entries per axis.
-        positions: (N, A) or (B, N, A), from 0 at the first entry of an axis to 1 at the last.
-
-    Returns:
-        (1 or B, N, hidden_size) in the type of the table.
+    (1 or B, N, hidden_size) multilinear interpolation, in the type of the table, between its (1, entries, hidden_size)
+    entries, last axis fastest; (N, A) or (B, N, A) positions run from 0 at the first entry of an axis to 1 at the last.
     """
     entries = table[0].float()  # (entries, hidden_size)
     last = positions.new_tensor(size) - 1  # (A,)

@@ -93,11 +93,13 @@ def test_a_grid_never_contradicts_its_coordinates():
     """A grid that was written into is refused; `moved` gives coordinates that are no grid."""
     positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
     expected = positions.coordinates.clone()
-    assert positions.grid == (2, 3) and positions.shape == expected.shape
+    assert positions.facts.grid == (2, 3) and positions.shape == expected.shape
     zero = positions.unrotate_prefix()
-    assert zero.grid == (2, 3) and zero.coordinates[0].eq(0).all() and torch.equal(positions.coordinates, expected)
+    assert (
+        zero.facts.grid == (2, 3) and zero.coordinates[0].eq(0).all() and torch.equal(positions.coordinates, expected)
+    )
     replaced = positions._replace(coordinates=expected + 1)
-    assert type(replaced) is TokenPositions and positions.grid == (2, 3)
+    assert type(replaced) is TokenPositions and positions.facts.grid == (2, 3)
     offsets = torch.randn(6, 2, dtype=torch.float64)
     moved = positions.moved(offsets)
     assert type(moved) is TokenPositions and moved.num_prefix_tokens == 1
@@ -113,7 +115,7 @@ def test_a_grid_never_contradicts_its_coordinates():
             changed.locate()
     assert replaced.to("meta").coordinates.is_meta
     away = grid_positions((2, 3)).to("meta")
-    assert away.grid == (2, 3) and away.coordinates.is_meta
+    assert away.facts.grid == (2, 3) and away.coordinates.is_meta
 
 
 def dinov3_coordinates(grid, **strengths):
