@@ -62,11 +62,9 @@ def find_beside(source: str | Path, name: str, options: dict[str, Any]) -> Path 
 
 def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) -> dict:
     """
-    Arguments of `from_pretrained` that locate a checkpoint without long attempts to reach an unreachable Hub.
-
-    Raises:
-        CheckpointError: if the directory does not exist.
-        HubError: if the Hub has no such repository or refuses, or neither the Hub nor the cache is available.
+    Arguments of `from_pretrained` that locate a checkpoint without long attempts to reach an unreachable Hub. Raises
+    [`CheckpointError`] if the directory does not exist, [`HubError`] if the Hub has no such repository or refuses, or
+    neither the Hub nor the cache is available.
     """
     if local_path(checkpoint) is not None:
         return {"revision": revision}

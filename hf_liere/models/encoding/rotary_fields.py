@@ -1,7 +1,7 @@
 """Fields that models, patches and the layer share: the encoding, with defaults and rules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import validated_field
@@ -127,21 +127,13 @@ class RotaryFields:
         """As [`saved_code.SavesItsCode.parts`]: the encoding, its start and its convention of coordinates."""
         if encoding_of(self) is None:
             return []
-        encoding, convention = ENCODINGS[self.position_encoding], convention_of(self)
-        return [
-            *encoding.parts(self),
-            start_of(self),
-            *([convention.extents or convention.place] if convention else []),
-        ]
+        convention = convention_of(self)
+        placing = [convention.extents or convention.place] if convention else []
+        return [*ENCODINGS[self.position_encoding].parts(self), start_of(self), *placing]
 
 
 # Fields of some encodings or starts.
-OWN_FIELDS = tuple(
-    field.name
-    for field in fields(RotaryFields)
-    if field.name not in ("position_encoding", "block_size", "share_heads", "share_layers")
-    and field.name not in ("rotary_init", "rotary_init_scale", "rope_theta")
-)
+OWN_FIELDS = ("min_frequency", "max_frequency", "unrotated_share", "axial_layout", "spins")
 
 
 def require_modules(values: Mapping[str, Any], modules: Sequence[str] | None) -> None:

@@ -133,12 +133,8 @@ class PretrainedRope(LearnedRotations):
     def forward(self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor) -> tuple[Turn, Any]:
         """
         For an attention module that learns, (…, N, D) cos and sin, and what rotates queries and keys before these, or
-        `None`.
-
-        Args:
-            own: The model's own cos and sin.
-            numbers: The coordinates of [`measure`] if it `rotates_states`, else the angles.
-            states: (…, prefix + N, hidden_size), the input of attention.
+        `None`; from the model's `own` cos and sin, the `numbers` of [`measure`], coordinates if it `rotates_states`,
+        else angles, and (…, prefix + N, hidden_size) `states`.
         """
         raise NotImplementedError
 
