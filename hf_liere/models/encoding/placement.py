@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from .displacements import draw_displacements
-from .kinds import convention_of
+from .kinds import CONVENTIONS
 from .positions import TokenPositions, patch_indices
 
 
@@ -67,7 +67,7 @@ def place_input(
     have given positions.
     """
     extents = offsets = displaced = None
-    convention = convention_of(config)
+    convention = CONVENTIONS.get(config.coordinates)
     if needs_positions and convention is not None and convention.extents is not None:
         # (A,) or (1 or B, A), (1 or B, N, A)
         extents, displaced = convention.extents(config, grid, batch_size, spacing, frame_times, device)
