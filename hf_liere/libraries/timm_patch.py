@@ -20,9 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..models.encoding.positions import TokenPositions
-from ..models.encoding.rotary_fields import rotated_prefix
 from ..models.fast.dispatch import product_dtype
-from ..models.patched.patched_forward import place_grid, place_samples
+from ..models.patched.patched_forward import place_grid, place_samples, prefix_coordinate
 from ..models.patched.tower_patch import Pass
 from ..models.probing.planes import Planes
 from ..models.rotation.rotation import TokenRotation
@@ -64,16 +63,15 @@ class ImagePass(Pass):
     def place(self, tower: Any, tokens: torch.Tensor) -> None:
         """Find the positions of (B, prefix + patches, C) tokens, outside of checkpointed blocks."""
         patch, prefix, device = tower.rotary_patch, tower.num_prefix_tokens, tokens.device
-        centre = rotated_prefix(patch) if patch.config.rotate_prefix else 0.0
         if patch.train_grid and self.grid is not None and self.kept is None:
-            positions = place_grid(tower, self.grid, device, prefix, centre)
+            positions = place_grid(tower, self.grid, device, prefix)
         else:
             patches = self._place_patches(tower, device)  # ((B,) N, 2)
             if self.kept is not None:
                 patches = patches.expand(len(self.kept), -1, -1)  # (B, N, 2)
                 patches = patches.gather(1, self.kept.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
             self.coordinates = patches
-            positions = TokenPositions.from_coordinates(patches, prefix, centre)
+            positions = TokenPositions.from_coordinates(patches, prefix, prefix_coordinate(patch))
         if positions.shape[-2] != tokens.shape[1]:
             raise RuntimeError(
                 f"{type(tower).__name__} has {tokens.shape[1]} tokens, but the positions of {positions.shape[-2]} are "

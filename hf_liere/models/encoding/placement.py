@@ -43,13 +43,13 @@ def place_patches(
     """
     if not config.uses_positions:
         return None
+    prefix: tuple[int, float] = config.prefix
     if extents is None:
-        grids = grid, config.train_grid
-        return TokenPositions.from_grid(*grids, config.coordinates, *config.prefix, offsets, device)  # (P + N, A)
+        return TokenPositions.from_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device)
     indices = patch_indices(grid, device)  # (N, A)
     indices = indices if offsets is None else indices + offsets  # (…, N, A)
     patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
-    return TokenPositions.from_coordinates(patches, *config.prefix)  # (1 or B, P + N, A)
+    return TokenPositions.from_coordinates(patches, *prefix)  # (1 or B, P + N, A)
 
 
 def place_input(
