@@ -138,7 +138,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
 @pytest.mark.parametrize("grid", [(4, 6), (1, 5), (1, 1), (3, 2, 4)])
 def test_rays_are_the_multiples_of_a_grid(grid):
     positions = TokenPositions.from_grid(grid, grid, "index", 2)
-    rays, indices = Rays(positions.grid, 2).tokens().indices, positions.coordinates
+    rays, indices = Rays(grid, 2).tokens().indices, positions.coordinates
     seen = rays[rays >= 0]
     assert len(seen.unique()) == len(seen) == math.prod(grid) - 1
     for ray in rays:

@@ -142,7 +142,7 @@ def test_rotations_are_computed_once_for_every_distinct_grid(monkeypatch):
     monkeypatch.setattr(
         encoding,
         "layer_rotations",
-        lambda self, positions, *rest: counted.append(positions.grid) or forward(self, positions, *rest),
+        lambda self, positions, *rest: counted.append(positions.facts.grid) or forward(self, positions, *rest),
     )
     model(**batch_of_patches(images(), model.config))
     assert sorted(counted) == [(2, 6), (4, 4), (5, 3)]
