@@ -20,7 +20,7 @@ ASSIGNED = rf"""(?i){NAMES}["']?\s*(?::=|=|:|,\s*["']value["']\s*:)\s*\[?\s*{VAL
 GIVEN = rf"""(?i)--[\w-]*{NAMES}["']?[\s,]+{VALUE}"""
 # Any other key or token is a secret if its value looks like one.
 RANDOM = r"(?=[\w+/=-]*\d)(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}"
-OTHER = rf"""(?i)(?:--[\w-]*(?:key|token)["']?[=\s,]|(?:key|token)["']\s*:)\s*["']?({RANDOM})"""
+OTHER = rf"""(?i)--[\w-]*(?:key|token)["']?[=\s,]\s*["']?({RANDOM})|(?:key|token)["']\s*:\s*["']({RANDOM})["']"""
 IN_ADDRESS = r"[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:([^\s/@\"'<>]+)@"
 PLACES = [re.compile(pattern) for pattern in (ASSIGNED, GIVEN, OTHER, IN_ADDRESS)]
 PLACEHOLDER = re.compile(
