@@ -61,7 +61,8 @@ print(json.dumps([loaded, tuned, again, torch.equal(features, direct), type(mode
 """
 
 
-@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", [True, False])
 def test_load_train_save_load_in_a_fresh_process(checkpoint, tmp_path, package):
     path, expected = checkpoint
     remote = {} if package else {"trust_remote_code": True}
@@ -163,6 +164,7 @@ def test_processors_load_from_a_checkpoint(checkpoint, tiny_video, tmp_path):
     assert processor(clip, return_tensors="pt").pixel_values.shape == (1, 5, 3, 224, 224)
 
 
+@pytest.mark.slow
 def test_image_pipelines_in_a_fresh_process(checkpoint, tmp_path):
     path, _ = checkpoint
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 24, 3), dtype=np.uint8))

@@ -102,6 +102,7 @@ def test_it_says_why_there_are_no_kernels_without_the_home_directory(tmp_path):
     assert "finds a C++ compiler" in text and str(home) not in text
 
 
+@pytest.mark.slow
 def test_packages_that_break_are_named(tmp_path):
     broken = {
         "timm": "print('noise'); raise RuntimeError('no operator\\nnms')",
@@ -112,6 +113,7 @@ def test_packages_that_break_are_named(tmp_path):
     assert found["packages"]["triton"].endswith("cannot be imported (OSError: no libcuda)")
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_reported_on(tmp_path):
     """Commands but this one need it."""
     path = plant(tmp_path, transformers="raise ImportError('of another age')")

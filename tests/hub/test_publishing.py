@@ -127,6 +127,7 @@ def test_an_adapter_without_a_card_gets_one(saved, hub, tmp_path, capsys):
     assert main(["verify", str(folder), "tester/model"]) == 0
 
 
+@pytest.mark.slow
 def test_a_commit_that_does_not_load_is_no_success(ready, saved, hub):
     """The weights are right, the code beside them is not."""
     (ready / "modeling_liere.py").write_text("raise ImportError('broken')\n")

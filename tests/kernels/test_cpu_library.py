@@ -112,6 +112,7 @@ print(test.refusal())
 """
 
 
+@pytest.mark.slow
 def test_a_second_copy_of_llvm_s_openmp_is_not_loaded(tmp_path):
     """It would end the process."""
     if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:

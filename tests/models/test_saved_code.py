@@ -13,6 +13,7 @@ from huggingface_hub import HfApi
 from patching_cases import build as build_plain
 from patching_cases import randomize
 from rope_cases import build as build_rotating
+from slow_cases import slow_except
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, patch
@@ -148,7 +149,7 @@ print(type(model).__module__.partition(".")[0])
 """
 
 
-@pytest.mark.parametrize("kind, warnings", [("image", 1), ("video", 2), ("clip_vision", 1)])
+@pytest.mark.parametrize("kind, warnings", slow_except(("image",), [("image", 1), ("video", 2), ("clip_vision", 1)]))
 def test_one_file_is_one_warning_to_a_reader_without_the_package(kind, warnings, tiny, tiny_video, hub, tmp_path):
     """transformers asks to check each file of code that it downloads; a processor has its own."""
     model, _ = make(kind, tiny, tiny_video)

@@ -315,6 +315,7 @@ def test_compiled_model_is_one_graph(case, config):
         torch.testing.assert_close(found[f"_orig_mod.{name}"], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_in_a_fresh_process(tmp_path):
     models = {}
     for case, config in CONFIGS:

@@ -147,6 +147,7 @@ def test_table_of_encodings(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_an_encoding_of_a_file_is_a_row(tmp_path):
     """In a process that registers nothing else."""
     (tmp_path / "turns.py").write_text(

@@ -112,7 +112,7 @@ def test_only_what_is_named_learns(head, trainable, clip_folder, data, tmp_path)
     assert saved["vision_model.rotary_encoding.generators"].abs().max() > 0
 
 
-@pytest.mark.parametrize("head", ["classifier", "zero_shot"])
+@pytest.mark.parametrize("head", ["classifier", pytest.param("zero_shot", marks=pytest.mark.slow)])
 def test_lora_and_rotations_load_again_by_their_own_libraries(head, clip_folder, data, tmp_path):
     peft = pytest.importorskip("peft")
     results = train(tmp_path, clip_folder, data, "--trainable", "lora+rotary", "--head", head, "--lora_rank", 2)
@@ -200,6 +200,7 @@ def test_checkpoint_without_a_weight_is_not_resumed(whole, clip_folder, data, tm
         train(tmp_path, clip_folder, data, "--resume_from_checkpoint", "last")
 
 
+@pytest.mark.slow
 def test_new_tower_is_trained_then_patched_then_evaluated(data, tmp_path):
     vision = json.dumps(IMAGE)
     flags = ["--use_cpu", "true", "--disable_tqdm", "true", *data]

@@ -75,6 +75,7 @@ def test_secrets_and_names_are_left_out(monkeypatch):
     assert remove_secrets("someone said hf_liere.kernels") == "someone said hf_liere.kernels"
 
 
+@pytest.mark.slow
 def test_no_section_starts_after_the_minutes(tmp_path, capsys):
     path = tmp_path / "report.md"
     assert gpu_check.main(["--device", "cpu", "--output", str(path), "--minutes", "0.0001"]) == 1

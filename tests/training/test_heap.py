@@ -24,6 +24,7 @@ start(steps)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such thresholds")
 def test_a_step_finds_the_pages_that_the_last_one_freed():
     if any(name in os.environ for name in VARIABLES):

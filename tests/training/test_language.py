@@ -161,7 +161,7 @@ def test_learned_rotations_start_at_the_pretrained_model(flags, tolerance, llama
 
 
 @pytest.mark.parametrize("flags", [pytest.param(PLANES, marks=pytest.mark.slow), BLOCKS], ids=["planes", "blocks"])
-@pytest.mark.parametrize("trainable", ["rotary", "all"])
+@pytest.mark.parametrize("trainable", ["rotary", pytest.param("all", marks=pytest.mark.slow)])
 def test_complete_models_hold_what_was_learnt(trainable, flags, llama, data, tmp_path):
     metrics = train(tmp_path, data, "--model_name_or_path", llama[0], *flags, "--trainable", trainable)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -190,6 +190,7 @@ def test_lora_and_rotations_load_again_by_their_own_libraries(flags, llama, data
     assert metrics["eval_perplexity"] != pytest.approx(before, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_lora_in_a_model_that_is_patched_already(llama, data, tmp_path):
     peft = pytest.importorskip("peft")
     train(tmp_path / "patched", data, "--model_name_or_path", llama[0], *BLOCKS)

@@ -53,6 +53,7 @@ def run_once(folder, train_file, uneven_file, runner):
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(one_process, train_file, uneven_file, tmp_path):
     """The last batch of an epoch, 8 of 40 images, is one process's alone: only exact weighting gives equal weights."""
     run_once(tmp_path, train_file, uneven_file, runner=train_with_torchrun)

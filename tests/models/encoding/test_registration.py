@@ -51,7 +51,13 @@ def test_rotations_are_those_of_the_class():
     torch.testing.assert_close(rotated[0, 0, :, 1].abs(), angles.sin(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("imports, package", [("import own_rotations", True), ("", True), ("", False)])
+@pytest.mark.parametrize(
+    "imports, package",
+    [
+        ("", True),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in (("import own_rotations", True), ("", False))),
+    ],
+)
 def test_a_checkpoint_loads_where_its_module_is_and_where_nothing_is(imports, package, tmp_path):
     """With the package the module must be imported, which the error says; without it the checkpoint has the code."""
     save(tmp_path / "saved")
@@ -133,6 +139,7 @@ def test_files_with_other_imports_are_refused(imported, named, tmp_path, monkeyp
         LieREViTConfig(coordinates="with_imports").save_pretrained(tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_a_patch_of_the_default_size_loads_without_the_package(tmp_path):
     clip = CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)).eval()
     patched = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters"))

@@ -215,6 +215,7 @@ def test_copies_pickles_and_compiled_models_are_saved_with_their_rotations(name,
     assert isinstance(wrapped[0], type(model)) and unpatch(wrapped) is wrapped and not is_patched(wrapped)
 
 
+@pytest.mark.slow
 def test_a_plain_class_refuses_rotations_in_a_process_without_the_package(tmp_path):
     patched("vit")[0].save_pretrained(tmp_path)
     # Whatever it is called, no class loads the model without its rotations.

@@ -390,7 +390,8 @@ print(json.dumps([loaded, tuned, same, type(model).__module__]))
 """
 
 
-@pytest.mark.parametrize("kind", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [0, 1])
 def test_without_the_package(kind, tmp_path):
     """In a process that cannot import the package, from the code that the checkpoint brings."""
     make, auto = HEADS[kind], ("AutoModelForSequenceClassification", "AutoModelForTokenClassification")[kind]
