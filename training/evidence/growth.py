@@ -29,7 +29,6 @@ from tqdm.auto import tqdm
 from hf_liere import LieRETokensConfig, LieRETokensForSequenceClassification
 from hf_liere.tools.inspection.plots import COLOURS, draw
 from training.common.heap import keep_freed_memory
-from training.evidence.pictures import FIGURES
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.clocks import measure_seconds
 from training.evidence.speed.measurements import Records, read_lines
@@ -37,6 +36,7 @@ from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings
 from training.evidence.speed.runner import Runner, machine, peak_cpu_allocation
 
 
+FIGURES = Path(__file__).resolve().parent / "figures"
 MODEL = Settings("small", 2, 1, 224, 16, None, "cpu", "float32", "sdpa", False)
 ROWS = {"absolute": "no rotations", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8", "liere64": "LieRE64"}
 TITLES = {"tokens": "tokens", "layers": "layers, 196 tokens", "axes": "axes of points, 196 tokens"}

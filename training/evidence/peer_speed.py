@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from tqdm.auto import tqdm
 
-from training.evidence.price_list import CONFIDENCE
 from training.evidence.reporting.markdown import markdown
-from training.evidence.speed.intervals import estimate
+from training.evidence.speed.intervals import BLOCK_CONFIDENCE, estimate
 from training.evidence.speed.measurements import PHASES, Records, phases_of, read_lines
 from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings, check_row
 from training.evidence.speed.runner import Runner, machine
@@ -43,7 +42,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             if not blocks:
                 cells.append("–")
                 continue
-            found = estimate([(x + y) / (a + b) for a, x, y, b in blocks], CONFIDENCE)
+            found = estimate([(x + y) / (a + b) for a, x, y, b in blocks], BLOCK_CONFIDENCE)
             cells.append(f"{found.median:.3f} ({found.low:.3f} – {found.high:.3f})")
         rows.append(cells)
     return markdown(["model", *PHASES], rows)

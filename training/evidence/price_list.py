@@ -37,7 +37,7 @@ from hf_liere.models.encoding import positions, projections, rotation_cache
 from hf_liere.models.fast import closed_forms, exponential_gradient, quaternions, scaling_and_squaring
 from hf_liere.models.fast.dispatch import plain_operations
 from training.evidence.reporting.markdown import markdown
-from training.evidence.speed.intervals import estimate
+from training.evidence.speed.intervals import BLOCK_CONFIDENCE, estimate
 from training.evidence.speed.measurements import PHASES, Records, read_lines
 from training.evidence.speed.models import BenchmarkError, Row, Settings
 from training.evidence.speed.runner import Runner, machine
@@ -47,7 +47,6 @@ KERNELS = Path(cpu.__file__).parent
 MODEL = Settings("small", 4, 8, 224, 16, None, "cpu", "float32", "sdpa", False)
 VIDEO = dataclasses.replace(MODEL, batch_size=1, num_frames=16, image_size=112)
 HALF = dataclasses.replace(MODEL, dtype="bfloat16")
-CONFIDENCE = 0.90
 
 
 class Recipe(NamedTuple):
@@ -215,7 +214,7 @@ def table(results: list[dict[str, Any]]) -> str:
     for name, alone in dict.fromkeys((result["trick"], result["alone"]) for result in results):
         found = [result for result in results if (result["trick"], result["alone"]) == (name, alone)]
         savings = [
-            (estimate([1 - (x + y) / (a + b) for a, x, y, b in result["seconds"]], CONFIDENCE), result["recipe"])
+            (estimate([1 - (x + y) / (a + b) for a, x, y, b in result["seconds"]], BLOCK_CONFIDENCE), result["recipe"])
             for result in found
         ]
         cells = [
