@@ -93,11 +93,12 @@ def test_its_accuracy_on_new_puzzles(card, size, images):
     assert accuracy(Arrows("test", images, size)) == pytest.approx(stated, abs=3 * error)
 
 
-def test_the_accuracy_on_cifar100_is_that_of_the_card():
+@pytest.mark.parametrize("name", ["cifar100_liere8", "cifar100_comrope_ld"])
+def test_the_accuracy_on_cifar100_is_that_of_the_card(name):
     """On all images of the evaluation. Kernels that round otherwise may decide an even image or two."""
     if not CIFAR100.is_file():
         pytest.skip(f"{CIFAR100} does not exist")
-    folder = CHECKPOINTS / "cifar100_liere8"
+    folder = CHECKPOINTS / name
     rows = datasets.Dataset.from_parquet(str(CIFAR100))
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     processor = AutoImageProcessor.from_pretrained(folder)
