@@ -152,7 +152,8 @@ def test_checkpoints_that_are_none_are_refused_by_name(tmp_path, folder, monkeyp
     monkeypatch.setattr("training.tasks.playground.predictions.DEMO_CHECKPOINTS", ROOT / "outputs" / "of nobody")
     arrows, *others = find_checkpoints()
     assert arrows.name == "arrows_liere8" and arrows.solves_puzzles
-    assert {each.name: len(each.class_names) for each in others} == dict.fromkeys(("cifar100_comrope_ld", "cifar100_liere8"), 100)
+    found = {each.name: len(each.class_names) for each in others}
+    assert found == {"cifar100_comrope_ld": 100, "cifar100_liere8": 100}
     with pytest.raises(InputError, match="There is no folder '.*absent/deep/down'"):
         find_checkpoints([str(tmp_path / "absent/deep/down")])
     with pytest.raises(InputError, match="contains no checkpoint of an image classifier"):
