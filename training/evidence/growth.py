@@ -10,7 +10,6 @@ exponent is the slope between the last value and the largest of at most a quarte
 are json lines; `--resume` goes on.
 """
 
-import argparse
 import dataclasses
 import math
 import statistics
@@ -32,8 +31,9 @@ from training.common.heap import keep_freed_memory
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.clocks import measure_seconds
 from training.evidence.speed.measurements import Records, read_lines
-from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings
+from training.evidence.speed.models import SIZES, Row, Settings
 from training.evidence.speed.runner import Runner, machine, peak_cpu_allocation
+from training.evidence.speed.scripts import output_parser, run_script
 
 
 FIGURES = Path(__file__).resolve().parent / "figures"
@@ -151,9 +151,7 @@ def paint_growth(lines: list[dict[str, Any]]) -> Callable[[Any, dict], None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="json lines")
-    parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
+    parser = output_parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="MODEL")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each model (5)")
     parser.add_argument("--draw", action="store_true", help="measure nothing; write figures/growth_*.svg")
@@ -173,7 +171,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

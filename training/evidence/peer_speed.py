@@ -8,7 +8,6 @@ statistics. The models take turns. The optimizer's step is excluded. Results are
 interrupted comparison.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ import torch
 from tqdm.auto import tqdm
 
 from training.evidence.reporting.markdown import markdown
-from training.evidence.speed.intervals import BLOCK_CONFIDENCE, estimate
 from training.evidence.speed.measurements import PHASES, Records, phases_of, read_lines
-from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings, check_row
+from training.evidence.speed.models import SIZES, Row, Settings, check_row
 from training.evidence.speed.runner import Runner, machine
+from training.evidence.speed.scripts import block_parser, block_ratio, run_script
 
 
 DEPTH = SIZES["small"]["num_hidden_layers"]
@@ -42,19 +41,15 @@ def table(lines: list[dict[str, Any]]) -> str:
             if not blocks:
                 cells.append("–")
                 continue
-            found = estimate([(x + y) / (a + b) for a, x, y, b in blocks], BLOCK_CONFIDENCE)
+            found = block_ratio(blocks)
             cells.append(f"{found.median:.3f} ({found.low:.3f} – {found.high:.3f})")
         rows.append(cells)
     return markdown(["model", *PHASES], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="json lines")
-    parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
+    parser = block_parser(__doc__)
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="MODEL", help="as of benchmark_speed.py")
-    parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
-    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of an output that exists")
     given = parser.parse_args(arguments)
     if given.show:
         print(table([line for line in read_lines(given.output) if "row" in line]))
@@ -80,7 +75,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

@@ -15,7 +15,6 @@ an interrupted list, and `--show` prints the table of an existing one:
     python training/evidence/price_list.py --output training/evidence/speed/records/price_list.jsonl --show
 """
 
-import argparse
 import contextlib
 import dataclasses
 import inspect
@@ -37,10 +36,10 @@ from hf_liere.models.encoding import positions, projections, rotation_cache
 from hf_liere.models.fast import closed_forms, exponential_gradient, quaternions, scaling_and_squaring
 from hf_liere.models.fast.dispatch import plain_operations
 from training.evidence.reporting.markdown import markdown
-from training.evidence.speed.intervals import BLOCK_CONFIDENCE, estimate
 from training.evidence.speed.measurements import PHASES, Records, read_lines
-from training.evidence.speed.models import BenchmarkError, Row, Settings
+from training.evidence.speed.models import Row, Settings
 from training.evidence.speed.runner import Runner, machine
+from training.evidence.speed.scripts import block_parser, block_ratio, run_script
 
 
 KERNELS = Path(cpu.__file__).parent
@@ -213,29 +212,22 @@ def table(results: list[dict[str, Any]]) -> str:
     rows = []
     for name, alone in dict.fromkeys((result["trick"], result["alone"]) for result in results):
         found = [result for result in results if (result["trick"], result["alone"]) == (name, alone)]
-        savings = [
-            (estimate([1 - (x + y) / (a + b) for a, x, y, b in result["seconds"]], BLOCK_CONFIDENCE), result["recipe"])
-            for result in found
-        ]
+        ratios = sorted((block_ratio(result["seconds"]), result["recipe"]) for result in found)
         cells = [
-            f"{recipe.replace('_', ' ')} {saved.median:.1%} ({100 * saved.low:.1f} – {saved.high:.1%})"
-            for saved, recipe in (max(savings), min(savings))
+            f"{recipe.replace('_', ' ')} {1 - ratio.median:.1%} ({100 - 100 * ratio.high:.1f} – {1 - ratio.low:.1%})"
+            for ratio, recipe in (ratios[0], ratios[-1])
         ]
-        most, least = cells if len(savings) > 1 else (cells[0], "–")
+        most, least = cells if len(ratios) > 1 else (cells[0], "–")
         measured = "alone" if alone else "last"
-        rows.append([name, str(found[0]["lines"]), measured, str(len(savings)), most, least])
+        rows.append([name, str(found[0]["lines"]), measured, str(len(ratios)), most, least])
     return markdown(["trick", "lines", "measured", "recipes", "saves most", "saves least"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="json lines")
-    parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
+    parser = block_parser(__doc__)
     parser.add_argument("--tricks", nargs="+", choices=TRICKS, default=list(TRICKS), metavar="TRICK")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
-    parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
     parser.add_argument("--alone", action="store_true", help="with nothing else on")
-    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of an output that exists")
     given = parser.parse_args(arguments)
     if given.show:
         print(table([line for line in read_lines(given.output) if "trick" in line]))
@@ -258,7 +250,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

@@ -34,6 +34,7 @@ from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.measurements import Records
 from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings, build_model, logits
 from training.evidence.speed.runner import machine
+from training.evidence.speed.scripts import output_parser, run_script
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,19 +68,12 @@ def named(flags: dict[str, Any]) -> Iterator[str]:
 
 def command(job: str, given: argparse.Namespace, folder: Path, output: Path, steps: int) -> list[str]:
     """The command line of a job, in one process or in several."""
-    processes = given.processes
     start = [sys.executable]
-    if processes > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    if given.processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(given.processes)]
     if not job.startswith("ours"):
-        own = ["--job", job, "--folder", str(folder), "--steps", str(steps), "--output", str(output)]
-        options = ("model_size", "batch_size", "workers", "image_size")
-        return [
-            *start,
-            __file__,
-            *own,
-            *itertools.chain(*([f"--{name}", str(getattr(given, name))] for name in options)),
-        ]
+        flags = {name: getattr(given, name) for name in ("model_size", "batch_size", "workers", "image_size")}
+        return [*start, __file__, *named({**flags, "job": job, "folder": folder, "steps": steps, "output": output})]
     encoding = {"ours": ["liere", "--block_size", "8"], "ours_absolute": ["absolute"]}[job]
     flags = {
         **SIZES[given.model_size],
@@ -174,7 +168,7 @@ def seconds_of(job: str, given: argparse.Namespace, folder: Path, steps: int) ->
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Images per second, seconds before the first step, and the share outside the loop, per number of processes."""
+    """Images per second and seconds before the first step, by the number of processes."""
     rows = []
     for processes in sorted({line["processes"] for line in lines}):
         found = {job: [line for line in lines if (line["job"], line["processes"]) == (job, processes)] for job in JOBS}
@@ -192,9 +186,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="json lines")
-    parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
+    parser = output_parser(__doc__)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB")
     parser.add_argument("--model_size", choices=SIZES, default="small")
     parser.add_argument("--image_size", type=int, default=224)
@@ -227,7 +219,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 CONFIDENCE = 0.95
-# Of medians over blocks A X X A.
-BLOCK_CONFIDENCE = 0.90
 # Fewer values give no interval of a median with this confidence.
 FEWEST_VALUES = 6
 # Largest width of the interval of a resolved share: one percentage point, or this fraction of a large share.

@@ -41,7 +41,12 @@ class Case:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The complete lines: the last one is cut if the machine stopped while writing it."""
+    """
+    The complete lines: the last one is cut if the machine stopped while writing it. Raises [`BenchmarkError`] if there
+    is no such file.
+    """
+    if not path.is_file():
+        raise BenchmarkError(f"{path} does not exist.")
     complete = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
     return [json.loads(line) for line in complete]
 
@@ -62,8 +67,6 @@ class Records:
     def __init__(self, path: Path, header: dict, resume: bool):
         self.lines = []
         if resume:
-            if not path.is_file():
-                raise BenchmarkError(f"--resume: {path} does not exist.")
             self.lines = read_lines(path)
             path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
             found = self.lines[0]["machine"] if self.lines else header
