@@ -526,6 +526,10 @@ def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
         ({"paper_figures": [{"image_size": 224, "accuracy": 69.6, "where": "Table 2"}]}, "69.6% is 0.696"),
         ({"title": None}, "facts.yaml: title None: accepted is a heading"),
         ({"model": 3}, "facts.yaml: model 3: accepted is configuration fields"),
+        (
+            {"results": [{"image_size": 224, "accuracy": 0.5, "low": 0.4}]},
+            r"facts.yaml: results: unknown key \['low'\]; accepted: image_size, numbers",
+        ),
         ({"results": [{"accuracy": 0.5}]}, "facts.yaml: results: image_size None: accepted is a number of pixels"),
         (
             {"dataset": {"name": "x", "files": "a.parquet"}},

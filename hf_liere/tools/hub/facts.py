@@ -122,11 +122,11 @@ class Figure(Record):
     @classmethod
     def read(cls, content: Mapping[str, Any], place: str) -> "Figure":
         """The figure in a mapping with the numbers beside the rest."""
-        given = {item.name: content.get(item.name) for item in fields(cls)}
+        given = {name: value for name, value in content.items() if name not in NUMBERS}
         given["numbers"] = {name: content[name] for name in NUMBERS if name in content}
-        if given["image_size"] is not None:
+        if given.get("image_size") is not None:
             given["image_size"] = sides_of(given["image_size"])
-        if isinstance(given["data"], dict):
+        if isinstance(given.get("data"), dict):
             given["data"] = Data.read(given["data"], f"{place}: data")
         return super().read(given, place)
 
