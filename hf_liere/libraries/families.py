@@ -4,6 +4,7 @@ attention modules receive them. diffusers passes finished cos and sin: frequenci
 and coordinates read from cos and sin wherever these tell them. `diffusion_patch` compares both with the model's own.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,11 +89,12 @@ def geometric_planes(
     return Planes.from_pairing(sum(spectra, []), numbers, pairing)
 
 
-def _place_ltx(rope: Any, hidden_states: Any, *sizes: Any, video_coords: Any = None) -> torch.Tensor:
-    # The model passes coordinates after the number of frames, the height, the width and the scale.
-    video_coords = sizes[4] if sizes else video_coords
+def _place_ltx(rope: Any, *args: Any, **options: Any) -> torch.Tensor:
+    given = inspect.signature(rope.forward).bind(*args, **options)
+    given.apply_defaults()
+    hidden_states, *sizes, video_coords = given.arguments.values()
     if video_coords is None:
-        grid = rope._prepare_video_coords(len(hidden_states), *sizes[:4], hidden_states.device)
+        grid = rope._prepare_video_coords(len(hidden_states), *sizes, hidden_states.device)
     else:
         base = video_coords.new_tensor([rope.base_num_frames, rope.base_height, rope.base_width])
         grid = video_coords.transpose(1, 2) / base

@@ -64,10 +64,7 @@ def forbid_second_derivative(backward: Callable) -> Callable:
 
     PyTorch's `once_differentiable` notices only incoming gradients that require a gradient. This also raises where the
     second derivative comes from saved tensors: `torch.autograd.functional.hessian` of a sum of rotations would
-    otherwise be filled with zeros.
-
-    Raises:
-        RuntimeError: from the decorated function, when its result is differentiated.
+    otherwise be filled with zeros. When its result is differentiated, the decorated function raises `RuntimeError`.
     """
 
     @functools.wraps(backward)
