@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from hf_liere.errors import InputError
 from training.common.arguments import RunArguments, TokensModelArguments, flag, require_numbers
 from training.common.command_line import parse_arguments
-from training.common.records import describe_examples
+from training.common.records import describe_examples, remove_private
 from training.data.tokens import POSES, TokenDataArguments, TokenExamples, load_tokens, token_collator
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
@@ -157,7 +157,7 @@ def run_seeds(arguments: list[str]) -> Path:
     results, file = [], given.output_dir / f"{name}.jsonl"
     for one in runs:
         one.train_and_evaluate()
-        results += one.read(name)
+        results += [{**result, "command": remove_private(arguments)} for result in one.read(name)]
         write_results(file, results)
     return file
 
