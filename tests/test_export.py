@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from encoding_cases import IMAGE_CASES, perturb
-from fresh_process import run_python
+from fresh_process import run_warm
 from patching_cases import CASES, build, randomize
 from rope_cases import CASES as ROPE_CASES
 from rope_cases import build as build_rope
@@ -359,7 +359,7 @@ def test_file_needs_neither_package_nor_transformers(tiny, tmp_path):
         path = export_model(model, tmp_path / f"model{suffix}")
         code = f"path = {str(path)!r}; {run}; import sys; "
         code += "assert not {'hf_liere', 'transformers'} & set(sys.modules); print(y)"
-        output = run_python("-c", code, cwd="/")
+        output = run_warm("-c", code, cwd="/")
         torch.testing.assert_close(
             torch.tensor(json.loads(output.stdout)), torch.tensor(expected), rtol=0, atol=TOLERANCE
         )

@@ -3,7 +3,7 @@
 import json
 
 import torch
-from hub_client import WRITE, finish, history, start
+from hub_client import WRITE, history, run_as_user
 from transformers import Trainer, TrainingArguments
 
 import hf_liere
@@ -38,6 +38,6 @@ def test_a_trainer_pushes_a_model_that_loads_without_the_package(tiny, hub, tmp_
     with torch.no_grad():
         expected = model.eval()(torch.ones(1, 3, 16, 16)).logits
     (tmp_path / "reader").mkdir()
-    module, logits = json.loads(finish(start(["-c", LOAD], hub, tmp_path / "reader", token=None))[0].splitlines()[-1])
+    module, logits = json.loads(run_as_user(["-c", LOAD], hub, tmp_path / "reader", token=None)[0].splitlines()[-1])
     assert module == "transformers_modules"
     torch.testing.assert_close(torch.tensor(logits), expected)

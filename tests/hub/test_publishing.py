@@ -9,7 +9,7 @@ import torch
 from checkout import SUPPORT
 from conversion_cases import liere_weights
 from counted_reads import count_reads
-from hub_client import client, finish, history, start
+from hub_client import client, history, run_as_user
 from PIL import Image
 from published_models import CARD
 from pulling_user import outputs
@@ -64,13 +64,13 @@ def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tm
     arguments = [str(saved["base"]), json.dumps(commits)]
     home = tmp_path / "user"
     home.mkdir()
-    finish(start([user, "remote.safetensors", arguments[0], "remote", arguments[1]], hub, home))
+    run_as_user([user, "remote.safetensors", arguments[0], "remote", arguments[1]], hub, home)
     found = {"remote": load_file(home / "remote.safetensors")}
     if storage == "lfs":
         # A second process loads what the first one has downloaded, with the package and without a connection.
         hub.reset()
         command = [user, "package.safetensors", arguments[0], "package", arguments[1]]
-        finish(start(command, hub, home, HF_HUB_OFFLINE="1"))
+        run_as_user(command, hub, home, HF_HUB_OFFLINE="1")
         assert not hub.requests
         found["package"] = load_file(home / "package.safetensors")
         assert found["package"].keys() == expected.keys()
@@ -237,7 +237,7 @@ def test_the_code_of_every_card_runs(saved, hub, tmp_path):
         push(saved[kind], f"tester/{kind}", card=card, api=client(hub), reload=False)
         blocks.append(re.search(r"```python\n(.*?)```", card.text, re.S)[1])
     code = "\n".join([*blocks, "import sys", "assert 'hf_liere' not in sys.modules"])
-    output, _ = finish(start(["-c", code], hub, home))
+    output, _ = run_as_user(["-c", code], hub, home)
     assert len(re.findall(r"^LABEL_\d: \d+\.\d%$", output, re.M)) == 6
     assert "feature_maps" in output and "torch.Size([1, 24])" in output
 

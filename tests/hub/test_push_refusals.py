@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hub_client import OTHER, READ, WRITE, client, finish, start
+from hub_client import OTHER, READ, WRITE, client, run_as_user
 from huggingface_hub import HfApi
 from published_models import CARD
 from safetensors.torch import load_file, save_file
@@ -292,7 +292,7 @@ def test_tokens_stay_out_of_logs_and_errors(saved, hub, tmp_path):
     home = tmp_path / "user"
     home.mkdir()
     debug = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
-    output, errors = finish(start(["-c", textwrap.dedent(code)], hub, home, token, **debug))
+    output, errors = run_as_user(["-c", textwrap.dedent(code)], hub, home, token, **debug)
     statuses = [line.split()[-1] for line in output.splitlines() if line.startswith("status")]
     assert statuses == ["0", "1", "1", "1", "1", "1"]
     # The client logs its requests, so there is something to leak into.

@@ -14,7 +14,7 @@ import torch
 import transformers
 from browser import console_errors, prefer_color_scheme
 from encoding_cases import perturb
-from fresh_process import run_python
+from fresh_process import run_warm
 from inspection_pages import Page, picture, save
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -37,7 +37,7 @@ def inspected(tmp_path_factory):
     model = hf_liere.LieREViTForImageClassification(config).eval()
     save(model, folder / "model")
     arguments = ["inspect", folder / "model", "--image", picture(folder / "a.png"), "--output", folder / "report"]
-    process = run_python("-m", "hf_liere.tools.cli", *arguments)
+    process = run_warm("-m", "hf_liere.tools.cli", *arguments)
     assert "attention" in process.stderr and str(folder / "report" / "report.html") in process.stdout
     return model, folder
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fresh_process import run_python
+from fresh_process import run_warm
 from patching_cases import CLIP_TEXT, IMAGE, widen
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForVideoClassification
@@ -124,7 +124,7 @@ def test_probabilities_are_those_of_processor_and_model(name, pictures, tmp_path
 def test_a_process_prints_lines_and_draws_attention(pictures, tmp_path):
     folder = save(ours(), transformers.ViTImageProcessor(**SQUARE), tmp_path / "model")
     options = ["--top_k", 2, "--attention", tmp_path / "looks.png"]
-    process = run_python("-m", "hf_liere.tools.cli", "predict", folder, *pictures, *options)
+    process = run_warm("-m", "hf_liere.tools.cli", "predict", folder, *pictures, *options)
     lines = []
     for path in pictures:
         scores, indices = expected(folder, path).topk(2)

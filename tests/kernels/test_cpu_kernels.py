@@ -6,7 +6,7 @@ import sys
 import pytest
 import reference
 import torch
-from fresh_process import run_python
+from fresh_process import run_warm
 from rotating import rotate_query_key
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -361,7 +361,7 @@ for threads in (1, 2):
 @needs_kernels
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
 def test_too_little_memory_does_not_end_the_process():
-    lines = run_python("-c", TOO_LITTLE_MEMORY).stdout.splitlines()
+    lines = run_warm("-c", TOO_LITTLE_MEMORY).stdout.splitlines()
     assert len(lines) == 2 and all("Too little memory for hf_liere_outer_products" in line for line in lines)
 
 
@@ -402,4 +402,4 @@ print(os.waitpid(child, 0)[1])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forked_processes_with_one_thread_rotate_as_their_parent_did():
     """With more threads they would wait for those of the parent, which a fork does not copy: torch's sin, too."""
-    assert run_python("-c", FORKED).stdout.split() == ["True", "0"]
+    assert run_warm("-c", FORKED).stdout.split() == ["True", "0"]

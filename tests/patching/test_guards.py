@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 from checkout import ROOT, SUPPORT
-from fresh_process import run_python
+from fresh_process import run_warm
 
 from hf_liere.patching import guards
 from hf_liere.patching.guards import GUARDS, Guard
@@ -25,7 +25,7 @@ def reports(tmp_path_factory):
     for value in ("1", "0"):
         folder = tmp_path_factory.mktemp("saved")
         arguments = (SUPPORT / "guarded_process.py", folder, *NAMES)
-        lines = run_python(*arguments, variables={"HF_LIERE_GUARDS": value}).stdout.splitlines()
+        lines = run_warm(*arguments, variables={"HF_LIERE_GUARDS": value}).stdout.splitlines()
         found[value] = json.loads(lines[-1]) | {"folder": folder}
     return found
 

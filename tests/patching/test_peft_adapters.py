@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 import transformers
-from fresh_process import run_python
+from fresh_process import run_warm
 from patching_cases import IMAGE, randomize
 from rope_cases import PLANES, build, outputs
 from safetensors.torch import load_file
@@ -105,7 +105,7 @@ def test_rotations_are_restored_on_a_plain_base_in_a_new_process(tmp_path, monke
     loaders = [code for name, code in LOADERS.items() if name != "transformers" or transformers_loads_adapters()]
     script = textwrap.dedent(PROCESS).format(kinds=kinds, folder=str(tmp_path), loaders=loaders)
     expected = [f"{kind} True True" for kind in kinds for _ in loaders]
-    assert run_python("-c", script).stdout.splitlines() == expected
+    assert run_warm("-c", script).stdout.splitlines() == expected
 
 
 @pytest.mark.parametrize("is_patched_base", [False, True])

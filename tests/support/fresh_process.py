@@ -1,12 +1,13 @@
 """Python in a fresh process, with the package or without it."""
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
-# Most of the time that a process takes to start. None of these reads the variables that tests set.
+# None of these reads the variables that tests set.
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torchvision", "scipy.optimize", "pandas"])
 SECONDS = 300
@@ -39,60 +40,73 @@ def run_python(*arguments, status=0, variables=None, **options) -> subprocess.Co
     return process
 
 
-def run_two_processes(script, *arguments, **variables) -> subprocess.CompletedProcess:
-    """A script in two processes on the CPU, as torchrun would start them."""
+def run_warm(*arguments, status=0, variables=None, cwd=None) -> subprocess.CompletedProcess:
+    """
+    [`run_python`] in a copy of a process that has imported torch, but neither Transformers nor this package: it starts
+    in a third of the time. Variables that torch reads when it is imported have no effect.
+    """
+    return _run_warm(arguments, cwd, [variables or {}], status)
+
+
+def run_two_processes(*arguments, **variables) -> subprocess.CompletedProcess:
+    """A script in two such processes on the CPU, with the variables that torchrun would set."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHONPATH}
-    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    return _run_warm([str(script), *map(str, arguments)], None, Path.cwd(), [variables | rank for rank in ranks])
+        port = str(free.getsockname()[1])
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return _run_warm(arguments, None, [{**variables, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"])
 
 
 def run_code(code, folder, package=True):
     """The lines that code prints in this folder, with its own cache of remote code."""
     source = ("import hf_liere\n" if package else WITHOUT_PACKAGE) + textwrap.dedent(code)
-    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "PYTHONPATH": PYTHONPATH}
-    return _run_warm(["-c"], source, folder, [variables]).stdout.strip().splitlines()
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    return run_warm("-c", source, variables=variables, cwd=folder).stdout.strip().splitlines()
 
 
-def _run_warm(argv, source, folder, processes) -> subprocess.CompletedProcess:
-    """
-    Runs a file, or `source`, once with each of these variables. Processes are copies of one that has imported torch, but
-    neither Transformers nor this package.
-    """
+def _run_warm(arguments, cwd, variables, status=0) -> subprocess.CompletedProcess:
+    """One process for each of the `variables`, of which those that are `None` are unset."""
+    command = list(map(str, arguments))
     with TemporaryDirectory() as outputs:
-        files = [Path(outputs, name) for name in ("out", "err")]
+        files = [Path(outputs, stream) for stream in ("stdout", "stderr")]
         for file in files:
             file.touch()
-        environments = [{**os.environ, **variables} for variables in processes]
-        started = [_SERVER.Process(target=_run, args=(argv, source, folder, env, files)) for env in environments]
+        environments = [{**os.environ, "PYTHONPATH": PYTHONPATH, **own} for own in variables]
+        started = [_SERVER.Process(target=_run, args=(command, cwd, own, files)) for own in environments]
         for process in started:
             process.start()
-        # One that fails leaves the others waiting for it.
-        for process in started:
-            process.join(SECONDS)
-        failed = [process.exitcode for process in started if process.exitcode != 0]
+        running, end = started, time.monotonic() + SECONDS
+        # A process that fails leaves the other one waiting for it.
+        while running and not any(process.exitcode for process in started) and time.monotonic() < end:
+            multiprocessing.connection.wait([process.sentinel for process in running], 1)
+            running = [process for process in running if process.exitcode is None]
+        codes = [process.exitcode for process in started]
         for process in started:
             process.kill()
             process.join()
         stdout, stderr = (file.read_text() for file in files)
-    assert not failed, f"{failed}: {stdout[-4000:]}\n{stderr[-6000:]}"
-    return subprocess.CompletedProcess(argv, 0, stdout, stderr)
+    assert codes == [status] * len(codes), f"{codes}: {stdout[-4000:]}\n{stderr[-6000:]}"
+    return subprocess.CompletedProcess(command, status, stdout, stderr)
 
 
-def _run(argv, source, folder, environment, files) -> None:
+def _run(command, cwd, environment, files) -> None:
     for file, stream in zip(files, (1, 2), strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.argv = argv
-    sys.path[:0] = [str(Path(argv[0]).parent) if source is None else "", *PYTHONPATH.split(os.pathsep)]
-    if source is None:
-        runpy.run_path(argv[0], run_name="__main__")
-    else:
+    os.environ.update({name: value for name, value in environment.items() if value is not None})
+    if cwd is not None:
+        os.chdir(cwd)
+    sys.path[:0] = PYTHONPATH.split(os.pathsep)
+    kind = command[0] if command[0] in ("-c", "-m") else None
+    what, *sys.argv[1:] = command[bool(kind) :]
+    sys.argv[0] = kind or what
+    # As Python does: the folder of the script, or that of the process.
+    sys.path.insert(0, "" if kind else str(Path(what).parent))
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
         sys.modules["__main__"] = main = types.ModuleType("__main__")
-        exec(compile(source, "<string>", "exec"), vars(main))
-    sys.stdout.flush()
+        exec(compile(what, "<string>", "exec"), vars(main))
+    else:
+        runpy.run_path(what, run_name="__main__")

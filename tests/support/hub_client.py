@@ -7,6 +7,7 @@ from pathlib import Path
 
 import huggingface_hub.constants as constants
 from checkout import ROOT
+from fresh_process import run_warm
 from huggingface_hub import HfApi
 
 
@@ -35,22 +36,23 @@ def client(hub, token: str | bool | None = WRITE) -> HfApi:
     return HfApi(endpoint=hub.url, token=token)
 
 
+def variables_of(hub, home: Path, token: str | None, environment: dict[str, str]) -> dict[str, str | None]:
+    """The environment of a user with an empty cache."""
+    return {**hub.env(home, token), "OMP_NUM_THREADS": "1", **environment} | ({} if token else {"HF_TOKEN": None})
+
+
 def start(command: list[str], hub, home: Path, token: str | None = WRITE, **environment: str) -> subprocess.Popen:
-    """A process of a user with an empty cache, in a folder of its own."""
-    environment = {**os.environ, **hub.env(home, token), "OMP_NUM_THREADS": "1", **environment}
-    environment["PYTHONPATH"] = str(ROOT)
-    if token is None:
-        environment.pop("HF_TOKEN", None)
-    return subprocess.Popen(
-        [sys.executable, *command], env=environment, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """A process of a user, in a folder of its own."""
+    variables = {**os.environ, **variables_of(hub, home, token, environment), "PYTHONPATH": str(ROOT)}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], env=variables, cwd=home, **pipes)
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
-    """Output and error output of a process that must end with a code."""
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == code, f"{output[-3000:]}\n{errors[-5000:]}"
-    return output, errors
+def run_as_user(command: list[str], hub, home: Path, token: str | None = WRITE, **environment: str) -> tuple[str, str]:
+    """Output and error output of a process of a user that must succeed."""
+    done = run_warm(*command, variables=variables_of(hub, home, token, environment), cwd=home)
+    return done.stdout, done.stderr
 
 
 def history(hub, repo_id="tester/model"):

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from fresh_process import run_code, run_python
+from fresh_process import run_code, run_warm
 from patching_cases import build, outputs, randomize, same_bits
 
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
@@ -77,7 +77,7 @@ def check_adapters(models, folder, cases):
         assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 60_000
         with torch.no_grad():
             torch.save((inputs, outputs(model, inputs)), folder / f"{name}.pt")
-    assert run_python("-c", FRESH_PROCESS, cases, folder, *models).stdout.split() == list(models)
+    assert run_warm("-c", FRESH_PROCESS, cases, folder, *models).stdout.split() == list(models)
 
 
 def check_cached_steps(model, inputs, cache=None):

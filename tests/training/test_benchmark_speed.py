@@ -12,7 +12,7 @@ import torch
 from benchmark_cases import TINY, add_shares, read, settings
 from checkout import ROOT
 from encoding_cases import block_size
-from fresh_process import run_python
+from fresh_process import run_warm
 
 from hf_liere.models.encoding.positions import TokenPositions
 from training.evidence import benchmark_speed
@@ -159,9 +159,9 @@ def test_an_encoding_of_a_file_is_a_row(tmp_path):
         "    def entries(self, device):\n        return self.to_blocks(self.generators)\n"
     )
     script, rows = ROOT / "training" / "evidence" / "benchmark_speed.py", ("--rounds", "1", "--rows", "turns4")
-    done = run_python(script, *TINY, *rows, "--register", "turns.py", "--output", "speed.jsonl", cwd=tmp_path)
+    done = run_warm(script, *TINY, *rows, "--register", "turns.py", "--output", "speed.jsonl", cwd=tmp_path)
     assert "| turns4 |" in done.stdout
-    done = run_python(script, *TINY, *rows, "--register", "absent.py", cwd=tmp_path, status=2)
+    done = run_warm(script, *TINY, *rows, "--register", "absent.py", cwd=tmp_path, status=2)
     assert "--register: absent.py is not a Python file" in done.stderr
 
 
@@ -223,7 +223,7 @@ def test_interrupted_run_goes_on(tmp_path):
     lines = output.read_text().splitlines(keepends=True)
     keep = next(index for index, line in enumerate(lines) if '"round": 1' in line) + 1
     output.write_text("".join(lines[:keep]) + lines[keep][:20])
-    run_python(*command, "--rounds", 3, "--resume")
+    run_warm(*command, "--rounds", 3, "--resume")
     again = output.read_text().splitlines(keepends=True)
     assert again[:keep] == lines[:keep]
     # The round that was cut short is completed.

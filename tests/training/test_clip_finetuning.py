@@ -9,7 +9,7 @@ import torch
 import transformers
 from checkout import ROOT
 from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measured_again, train
-from fresh_process import run_python
+from fresh_process import run_warm
 from patching_cases import CASES, IMAGE, ROTATING, VIT_B
 from safetensors.torch import load_file, save_file
 from training_helpers import assert_same_weights, run_script_twice, small_clip, write_parquet
@@ -284,7 +284,7 @@ def test_models_that_cannot_be_patched_are_refused_before_anything_is_written(da
     with pytest.raises(ValueError, match="already rotates query and key"):
         train(tmp_path / "out", str(tmp_path / "liere"), data)
     arguments = ["--output_dir", tmp_path / "out", "--model_name_or_path", tmp_path / "dinov3", *data, *TINY_RUN]
-    errors = run_python(SCRIPT, *arguments, status=1).stderr
+    errors = run_warm(SCRIPT, *arguments, status=1).stderr
     assert re.match("error: .*Unrecognized configuration class", errors.splitlines()[-1]), errors
     assert "Traceback" not in errors and not (tmp_path / "out").exists()
 

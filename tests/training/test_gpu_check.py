@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import ROOT
-from fresh_process import run_python
+from fresh_process import run_warm
 
 from hf_liere.errors import InputError
 from training.evidence import gpu_check
@@ -121,7 +121,7 @@ def test_interrupted_check_is_resumed(tmp_path):
     for name in SECTIONS:
         if name != "precision":
             report.add(Section(name, "passed", 1, f"of {name}"))
-    process = run_python(*COMMAND, path, "--resume", cwd=tmp_path)
+    process = run_warm(*COMMAND, path, "--resume", cwd=tmp_path)
     assert process.stdout.startswith("[1/1] precision") and str(path) in process.stdout
     assert set(outcomes(path).values()) == {"passed"} and "of speed" in path.read_text()
     rows = re.findall(r"^\| (\w+) \| ([\d.e-]+) \| (–|[\d.e-]+) \|$", path.read_text(), re.M)
@@ -133,7 +133,7 @@ def test_interrupted_check_is_resumed(tmp_path):
 @pytest.mark.slow
 def test_whole_check(tmp_path):
     path = tmp_path / "report.md"
-    run_python(*COMMAND, path, cwd=tmp_path)
+    run_warm(*COMMAND, path, cwd=tmp_path)
     assert outcomes(path) == dict.fromkeys(SECTIONS, "passed")
     text = path.read_text()
     assert "| liere8 |" in text and "the weights after a step differ by" in text and "1 passed" in text

@@ -11,7 +11,7 @@ import torch
 import transformers
 import yaml
 from checkout import ROOT
-from fresh_process import run_python
+from fresh_process import run_warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -408,7 +408,7 @@ def test_files_that_cannot_be_read_are_named_without_a_traceback(tmp_path):
     (tmp_path / "good.txt").write_text("good")
     arguments = ["--output_dir", tmp_path / "out", "--train_files", tmp_path / "latin.txt"]
     arguments += ["--use_cpu", "true", "--do_train"]
-    errors = run_python(SCRIPT, *arguments, status=1).stderr
+    errors = run_warm(SCRIPT, *arguments, status=1).stderr
     assert "latin.txt' cannot be read as UTF-8 text" in errors.splitlines()[-1], errors
     assert "Traceback" not in errors and not list((tmp_path / "out").glob("*"))
     with pytest.raises(ValueError, match="There is no file"):

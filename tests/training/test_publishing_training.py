@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from checkout import ROOT
-from hub_client import READ, WRITE, client, finish, start
+from hub_client import READ, WRITE, client, run_as_user
 from training_helpers import (
     SCRIPT,
     TINY_MODEL,
@@ -109,7 +109,7 @@ def test_the_card_of_a_run_names_its_data_and_its_code_runs(hub, files, tmp_path
     home.mkdir()
     pictures(1)[0].save(home / "picture.png")
     code = re.search(r"```python\n(.*?)```", card, re.S)[1] + "\nimport sys\nassert 'hf_liere' not in sys.modules\n"
-    output, _ = finish(start(["-c", code], hub, home))
+    output, _ = run_as_user(["-c", code], hub, home)
     assert len(re.findall(r"^class\d: \d+\.\d%$", output, re.M)) == 3
 
 

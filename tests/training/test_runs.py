@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from checkout import PYTHONPATH, ROOT
-from fresh_process import run_python
+from fresh_process import run_warm
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from training_helpers import TINY_MODEL, assert_same_weights, main, train, train_with_torchrun, write_parquet
@@ -212,7 +212,7 @@ def test_a_fresh_process_classifies_with_the_saved_folder(one_process, tmp_path)
         "import hf_liere, json, sys; from transformers import pipeline; "
         "print(json.dumps(pipeline('image-classification', sys.argv[1], device='cpu')(sys.argv[2])))"
     )
-    result = run_python("-c", code, one_process, tmp_path / "picture.png", cwd=tmp_path)
+    result = run_warm("-c", code, one_process, tmp_path / "picture.png", cwd=tmp_path)
     answers = json.loads(result.stdout.splitlines()[-1])
     assert sorted(answer["label"] for answer in answers) == ["class0", "class1", "class2"]
     assert sum(answer["score"] for answer in answers) == pytest.approx(1, abs=1e-4)
@@ -238,7 +238,7 @@ def test_the_arrows_recipe_trains(tmp_path):
     flags = ["--recipe", ROOT / "training" / "recipes" / "arrows_mini.yaml", "--output_dir", "run"]
     flags += "--max_train_samples 64 --max_eval_samples 20 --warmup_steps 1 --total_train_batch_size 32".split()
     flags += ["--use_cpu", "true", "--lr_scheduler_kwargs", '{"num_decay_steps": 1}']
-    run_python(ROOT / "training" / "image_classification.py", *flags, cwd=tmp_path)
+    run_warm(ROOT / "training" / "image_classification.py", *flags, cwd=tmp_path)
     assert steps_of(tmp_path / "run") == 2
     results = json.loads((tmp_path / "run" / "all_results.json").read_text())
     assert results["eval_samples"] == 20 and results["parameters"] > 10_000 and results["train_images_per_second"] > 0
@@ -316,7 +316,7 @@ def test_larger_arrows_are_larger_grids(tmp_path):
 def test_the_demo_runs_stops_and_finishes(tmp_path):
     """Far too few images to learn anything, which the exit code says."""
     command = [ROOT / "training" / "demo.py", "--images", 512, "--output_dir", tmp_path]
-    first = run_python(*command, status=1)
+    first = run_warm(*command, status=1)
     assert "did not beat counting arrows" in first.stdout, first.stdout + first.stderr
     for name in (
         "accuracy.png",
@@ -333,13 +333,13 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
     (tmp_path / "liere8" / "eval_results.json").unlink()
     (tmp_path / "absolute_at_168" / "eval_results.json").unlink()
     stored = tmp_path / "stored"
-    again = run_python(*command, status=1)
+    again = run_warm(*command, status=1)
     assert re.findall("(.*) is finished already", again.stdout) == ["rope_mixed", "comrope_ld"], again.stdout
     assert (tmp_path / "absolute_at_168" / "eval_results.json").is_file()
     about = ["--title", "Arrows", "--made_by", "make demo", "--intended_use", "Puzzles."]
     arguments = [tmp_path / "liere8", stored, "--evaluation", tmp_path / "liere8_at_168", *about]
-    run_python(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments)
-    refused = run_python(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments, status=2)
+    run_warm(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments)
+    refused = run_warm(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments, status=2)
     assert "exists already and is not an empty directory" in " ".join(refused.stderr.split())
     assert f'checkpoint = "{stored}"' in (stored / "README.md").read_text()
     assert "| 168 × 168 | 2,000 |" in (stored / "README.md").read_text()

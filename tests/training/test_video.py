@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkout import ROOT
-from fresh_process import run_python
+from fresh_process import run_warm
 from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, assert_same_weights, train_with_torchrun
 
@@ -394,7 +394,7 @@ def test_a_fresh_process_classifies_a_video_with_the_saved_folder(shapes, tmp_pa
         "print(json.dumps(pipeline('video-classification', sys.argv[1], device='cpu')(sys.argv[2])))"
     )
     video = str(folder / "up" / "clip.mp4")
-    result = run_python("-c", code, tmp_path / "run", video, cwd=tmp_path)
+    result = run_warm("-c", code, tmp_path / "run", video, cwd=tmp_path)
     scores = {answer["label"]: answer["score"] for answer in json.loads(result.stdout.splitlines()[-1])}
     assert -np.log(scores["up"]) == pytest.approx(metrics["eval_loss"], abs=1e-5)
 

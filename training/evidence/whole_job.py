@@ -7,8 +7,8 @@ All train a ViT-S/16 (or `--model_size`) from random weights with random resized
 batches, in as many processes with as many workers each. Every job runs in a process of its own, twice: with few steps
 and with more. Images per second are those of the steps in between; the time before the first step is what is left of
 the shorter run. `loop` has the batches in memory, and shows forward, backward and optimizer alone: what a job takes
-beyond it is the share outside of them. Jobs take turns, round after round; medians are shown with their range. The
-files are parts of a photograph, `--images` of them, 400 px wide.
+beyond it, in the same round, is the share outside of them. Jobs take turns, round after round; medians are shown with
+their range. The files are parts of a photograph, `--images` of them, 400 px wide.
 """
 
 import argparse
@@ -43,6 +43,7 @@ CLASSES, WIDTH = 10, 400
 JOBS = {
     "ours": "`image_classification.py`, LieRE8",
     "ours_absolute": "`image_classification.py`, absolute",
+    "ours_saving": "`image_classification.py`, LieRE8, a checkpoint after each step",
     "trainer": "Trainer of transformers, its ViT",
     "timm": "loop with timm's ViT",
     "loop": "batches in memory, transformers' ViT",
@@ -74,7 +75,7 @@ def command(job: str, given: argparse.Namespace, folder: Path, output: Path, ste
     if not job.startswith("ours"):
         flags = {name: getattr(given, name) for name in ("model_size", "batch_size", "workers", "image_size")}
         return [*start, __file__, *named({**flags, "job": job, "folder": folder, "steps": steps, "output": output})]
-    encoding = {"ours": ["liere", "--block_size", "8"], "ours_absolute": ["absolute"]}[job]
+    encoding = ["absolute"] if job == "ours_absolute" else ["liere", "--block_size", "8"]
     flags = {
         **SIZES[given.model_size],
         "image_folder": folder,
@@ -86,7 +87,9 @@ def command(job: str, given: argparse.Namespace, folder: Path, output: Path, ste
         "dataloader_num_workers": given.workers,
         "random_resized_crop": "true",
         "flip_probability": 0.5,
-        "save_strategy": "no",
+        "save_strategy": "steps" if job == "ours_saving" else "no",
+        "save_steps": 1,
+        "save_total_limit": 1,
         "report_to": "none",
         "use_cpu": "true",
     }
@@ -167,22 +170,29 @@ def seconds_of(job: str, given: argparse.Namespace, folder: Path, steps: int) ->
         return time.perf_counter() - start
 
 
+def rate(line: dict[str, Any]) -> float:
+    return line["images"] / (line["long"] - line["short"])
+
+
 def table(lines: list[dict[str, Any]]) -> str:
-    """Images per second and seconds before the first step, by the number of processes."""
+    """Images per second, the share outside the loop, and seconds before the first step, by the number of processes."""
     rows = []
     for processes in sorted({line["processes"] for line in lines}):
         found = {job: [line for line in lines if (line["job"], line["processes"]) == (job, processes)] for job in JOBS}
         for job, title in JOBS.items():
             if not found[job]:
                 continue
-            rates = [line["images"] / (line["long"] - line["short"]) for line in found[job]]
+            rates = [rate(line) for line in found[job]]
+            loops = {line["round"]: rate(line) for line in found["loop"]}
+            shares = [1 - rate(line) / loops[line["round"]] for line in found[job] if line["round"] in loops]
             steps = [(line["long"] - line["short"]) / line["between"] for line in found[job]]
             starts = [line["short"] - line["few"] * step for line, step in zip(found[job], steps)]
             cells = [title, str(processes)]
             cells += [f"{statistics.median(rates):.2f} ({min(rates):.2f} – {max(rates):.2f})"]
-            cells += [f"{statistics.median(starts):.1f} s"]
+            outside = f"{statistics.median(shares):.1%}" if shares and job != "loop" else ""
+            cells += [outside, f"{statistics.median(starts):.1f} s"]
             rows.append(cells)
-    return markdown(["job", "processes", "images/s", "before the first step"], rows)
+    return markdown(["job", "processes", "images/s", "outside the loop", "before the first step"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
