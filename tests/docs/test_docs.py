@@ -86,8 +86,8 @@ TRAINED = ("training.md", "pretrained.md", "image_folder.md", "videos_and_volume
 # Libraries without an extra: blocks that import them run where they are installed.
 OPTIONAL = re.compile(r"^(?:from|import) (deepspeed|lerobot|monai|torchtune)\b", re.MULTILINE)
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-# Publishing starts processes that load what was published; a report of inspection has many plots; a page of exports compiles
-# what the tests of exports compile.
+# Publishing starts processes that load what was published; a report of inspection has many plots; the page of exports
+# compiles what the tests of exports compile.
 MARKS = {
     "deploy.md": pytest.mark.slow,
     "fine_tuning.md": pytest.mark.slow,
