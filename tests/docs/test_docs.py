@@ -23,7 +23,7 @@ import pytest
 import torch
 from checkout import ROOT
 from conversion_cases import liere_weights
-from fresh_process import run_python
+from fresh_process import run_warm
 from hub_client import WRITE
 from page_models import MODELS
 from pages import PAGES, SITE, blocks, commands, find_blocks, name, write_files
@@ -275,7 +275,7 @@ def write_clips(folder: Path) -> None:
 def test_the_site_builds_without_warnings(tmp_path):
     """So every link and anchor leads somewhere. What the pages load is in the site, and its search finds names."""
     pytest.importorskip("sphinx", reason="the extra docs is not installed")
-    run_python("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", ROOT / "docs", tmp_path)
+    run_warm("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", ROOT / "docs", tmp_path)
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(
             r"""<(?:script|link|img)\b[^>]*?\b(?:src|href)=["']([^"']+)""", page.read_text(encoding="utf-8")

@@ -130,17 +130,17 @@ def test_augmentation_is_that_of_dinov3(strengths):
     Both are x ← (x + s) f. With the numbers s and f that fit ours, all patches agree; and s, log f are distributed as
     DINOv3's (Kolmogorov–Smirnov; 1.95 √(2/n) is the 0.1% critical value of two samples).
     """
-    grid, count = (3, 5), 1000
-    regular, ours, theirs = dinov3_coordinates(grid), [], []
-    for _ in range(count):
-        offsets = draw_augmentation(grid, **strengths)
-        place = TokenPositions.from_grid(grid, grid, "unit", offsets=offsets).coordinates * 2 - 1
-        for values, draws in ((place, ours), (dinov3_coordinates(grid, **strengths), theirs)):
-            factor = (values[-1] - values[0]) / (regular[-1] - regular[0])
-            shift = values[0] / factor - regular[0]
-            torch.testing.assert_close(values, (regular + shift) * factor)
-            draws.append(torch.cat([shift, factor.log()]))
-    ours, theirs = torch.stack(ours), torch.stack(theirs)
+    grid, count = (3, 5), 500
+    regular, offsets = dinov3_coordinates(grid), [draw_augmentation(grid, **strengths) for _ in range(count)]
+    drawn = [TokenPositions.from_grid(grid, grid, "unit", offsets=one).coordinates * 2 - 1 for one in offsets]
+    draws = []
+    for places in (drawn, [dinov3_coordinates(grid, **strengths) for _ in range(count)]):
+        places = torch.stack(places)  # (draws, N, A)
+        factor = (places[:, -1:] - places[:, :1]) / (regular[-1] - regular[0])  # (draws, 1, A)
+        shift = places[:, :1] / factor - regular[0]  # (draws, 1, A)
+        torch.testing.assert_close(places, (regular + shift) * factor)
+        draws.append(torch.cat([shift, factor.log()], -1).squeeze(1))
+    ours, theirs = draws
     if "rescale" in strengths:
         torch.testing.assert_close(ours[:, 2], ours[:, 3])
     else:
