@@ -23,7 +23,7 @@ from hf_liere.tools.export import ExportError, export_model, run_exported
 TOLERANCE = 1e-5
 ANY_SIZE = [
     ("comrope_ld", 8, ".onnx"),
-    ("comrope_ld", 8, ".pt2"),
+    pytest.param("comrope_ld", 8, ".pt2", marks=pytest.mark.slow),
     pytest.param("liere_product", 24, ".onnx", marks=pytest.mark.slow),
     *(
         pytest.param(encoding, block_size, suffix, marks=pytest.mark.slow)
@@ -150,7 +150,7 @@ def test_configuration_is_in_the_file(tiny, tmp_path):
     assert json.loads(files["config.json"]) == json.loads(metadata["config.json"])
 
 
-@pytest.mark.parametrize("suffix", [".onnx", pytest.param(".pt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("suffix", [".pt2", pytest.param(".onnx", marks=pytest.mark.slow)])
 def test_one_patch_on_an_axis(tiny, tiny_video, tmp_path, suffix, capsys):
     """Such a model is exported for inputs of its size: sizes that vary have two patches on every axis."""
     models = {
@@ -244,19 +244,25 @@ IMAGES = [
     ("dinov3", "liere", 4),
     ("dinov3", "plain", None),
 ]
-# The other rows, sizes and files are slow tests.
-FAST = [("vit", "comrope_ld", 8), ("clip_vision", "comrope_ld", 8), ("dinov3", "rope_mixed", None), ("vit", "liere", 4)]
+# Rows with a file, of one size or of any; the others are slow tests.
+FAST = {
+    ("vit", "comrope_ld", 8, ".onnx", True),
+    ("vit", "comrope_ld", 8, ".pt2", False),
+    ("vit", "liere", 4, ".onnx", False),
+    ("clip_vision", "comrope_ld", 8, ".onnx", False),
+    ("dinov3", "rope_mixed", None, ".onnx", False),
+}
 
 
 @pytest.mark.parametrize(
     "name, encoding, block_size, suffix, any_size",
     [
-        pytest.param(*row, suffix, any_size, marks=() if fast else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
         for row in IMAGES
         for suffix in (".onnx", ".pt2")
         for any_size in (False, True)
         if not (any_size and row[1] == "liere")
-        for fast in [row in FAST and (suffix == ".onnx" and not any_size or row == FAST[0])]
+        for case in [(*row, suffix, any_size)]
     ],
 )
 def test_patched_models_of_images(name, encoding, block_size, suffix, any_size, tmp_path):

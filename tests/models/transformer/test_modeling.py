@@ -368,7 +368,7 @@ def test_sizes_share_two_graphs(tiny, encoding, fresh_compiler):
 
 
 # The steps of test_operators.py are those of compiled models of every encoding.
-@pytest.mark.parametrize("encoding", slow_except(("liere", "comrope_ld"), ("none", "absolute", *ENCODINGS)))
+@pytest.mark.parametrize("encoding", slow_except(("liere",), ("none", "absolute", *ENCODINGS)))
 def test_compiles_to_one_graph(tiny, encoding, fresh_compiler):
     """Gradients included; inductor itself is left to the slow tests."""
     model = classifier(tiny(**fields_of(encoding)))

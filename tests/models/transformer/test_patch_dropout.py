@@ -118,7 +118,11 @@ def test_spacings_of_clips_with_dropped_patches(tiny_video):
 # A table is read on grids, whose number a graph cannot know.
 @pytest.mark.parametrize(
     "fields, compiled",
-    [*((CASES[index], False) for index in (0, 2, 4, 5, 8, 9)), *((CASES[index], True) for index in (4, 5, 8))],
+    [
+        *((CASES[index], False) for index in (0, 2, 4, 5, 8, 9)),
+        (CASES[8], True),
+        *(pytest.param(CASES[index], True, marks=pytest.mark.slow) for index in (4, 5)),
+    ],
 )
 def test_inputs_of_different_sizes_drop_patches(tiny, fields, compiled):
     """Each gives the logits of an ordinary image whose dropped patches are hidden."""
