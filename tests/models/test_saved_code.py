@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from fresh_process import WITHOUT_PACKAGE, run_code
-from hub_client import WRITE, finish, start
+from hub_client import WRITE, run_as_user
 from huggingface_hub import HfApi
 from patching_cases import build as build_plain
 from patching_cases import randomize
@@ -157,7 +157,7 @@ def test_one_file_is_one_warning_to_a_reader_without_the_package(kind, warnings,
     if kind == "video":
         LieREVideoProcessor().push_to_hub(f"tester/{kind}", token=WRITE)
     code = WITHOUT_PACKAGE + FROM_THE_HUB.format(auto=KINDS[kind], kind=kind, processor=kind == "video")
-    printed, logged = finish(start(["-c", code], hub, tmp_path, token=None))
+    printed, logged = run_as_user(["-c", code], hub, tmp_path, token=None)
     assert printed.split() == ["transformers_modules"]
     assert logged.count("do not contain any added malicious code") == warnings
 
