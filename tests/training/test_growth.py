@@ -27,7 +27,7 @@ def test_a_comparison_goes_on_and_is_drawn(tmp_path, capsys, monkeypatch):
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     # Two rounds of four models at eight values, after the line of the machine.
     assert len(lines) == 1 + 2 * 4 * 8 and all(line["bytes"] > 4 * 192**2 for line in lines[1:])
-    assert growth.main(["--output", str(output), "--draw"]) == 0
+    assert growth.main(["--output", str(output), "--show"]) == 0
     row = r"^\| .* \| LieRE64 \| -?\d+\.\d\d \| -?\d+\.\d\d \|$"
     assert len(re.findall(row, capsys.readouterr().out, re.MULTILINE)) == 3 * 3
     assert all((tmp_path / f"growth_{theme}.svg").read_text().endswith("</svg>\n") for theme in ("light", "dark"))

@@ -1,13 +1,13 @@
 """Measures how the time and memory of a training step grow with tokens, layers and axes, and draws it.
 
     python training/evidence/growth.py --output outputs/growth.jsonl      # half an hour
-    python training/evidence/growth.py --output training/evidence/speed/records/growth.jsonl --draw
+    python training/evidence/growth.py --output training/evidence/speed/records/growth.jsonl --show
 
 Models of images have 14 × 14 to 64 × 64 patches and one image; models of points with one to four coordinates have 196
 tokens. A time is the median over the rounds of the processor time of one thread; all models take turns. The process
 keeps freed memory, as the training scripts do. Memory is the peak of PyTorch's allocator, the model included. An
 exponent is the slope between the last value and the largest of at most a quarter of it, on logarithmic scales. Results
-are json lines; `--resume` goes on.
+are json lines; `--resume` goes on, and `--show` writes figures/growth_*.svg of them.
 """
 
 import dataclasses
@@ -154,11 +154,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = output_parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="MODEL")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each model (5)")
-    parser.add_argument("--draw", action="store_true", help="measure nothing; write figures/growth_*.svg")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()
-    if given.draw:
+    if given.show:
         lines = read_lines(given.output)
         for theme, picture in draw(paint_growth(lines), 10, 5.6).items():
             (FIGURES / f"growth_{theme}.svg").write_text(picture, encoding="utf-8")

@@ -8,7 +8,8 @@ batches, in as many processes with as many workers each. Every job runs in a pro
 and with more. Images per second are those of the steps in between; the time before the first step is what is left of
 the shorter run. `loop` has the batches in memory, and shows forward, backward and optimizer alone: what a job takes
 beyond it, in the same round, is the share outside of them. Jobs take turns, round after round; medians are shown with
-their range. The files are parts of a photograph, `--images` of them, 400 px wide.
+their range. The files are parts of a photograph, `--images` of them, 400 px wide. `--show` prints the table of an
+existing output.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from PIL import Image
 from torch import nn
 
 from training.evidence.reporting.markdown import markdown
-from training.evidence.speed.measurements import Records
+from training.evidence.speed.measurements import Records, read_lines
 from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings, build_model, logits
 from training.evidence.speed.runner import machine
 from training.evidence.speed.scripts import output_parser, run_script
@@ -212,6 +213,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given.job:
         given.steps = given.steps[0]
         run_job(given)
+        return 0
+    if given.show:
+        print(table([line for line in read_lines(given.output) if "job" in line]))
         return 0
     few, many = given.steps
     records = Records(given.output, machine("cpu"), given.resume)

@@ -18,6 +18,7 @@ def output_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="json lines")
     parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
+    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of an output that exists")
     return parser
 
 
@@ -25,7 +26,6 @@ def block_parser(description: str | None) -> argparse.ArgumentParser:
     """An [`output_parser`] of a script that compares by blocks of the steps A, X, X, A."""
     parser = output_parser(description)
     parser.add_argument("--blocks", type=int, default=15, help="blocks of four steps (15)")
-    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of an output that exists")
     return parser
 
 
