@@ -48,8 +48,16 @@ def run_warm(*arguments, status=0, variables=None, cwd=None) -> subprocess.Compl
     return _run_warm(arguments, cwd, [variables or {}], status)
 
 
+def run_with_torchrun(*arguments) -> subprocess.CompletedProcess:
+    """A script in two processes on the CPU."""
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return run_python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments, variables=variables
+    )
+
+
 def run_two_processes(*arguments, **variables) -> subprocess.CompletedProcess:
-    """A script in two such processes on the CPU, with the variables that torchrun would set."""
+    """[`run_with_torchrun`] without torchrun: copies as of [`run_warm`], with the variables that it would set."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

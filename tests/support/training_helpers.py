@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 from checkout import ROOT, SUPPORT
-from fresh_process import run_two_processes
+from fresh_process import run_with_torchrun
 from patching_cases import IMAGE, clip_config, widen
 from PIL import Image
 from safetensors.torch import load_file
@@ -98,7 +98,7 @@ def train_with_torchrun(output_dir: Path, *flags: str, script: Path = SCRIPT) ->
 
 def run_script_twice(script: Path, *flags: str) -> subprocess.CompletedProcess:
     """A training script in two processes, whose threads of Gloo must have ended before the processes end."""
-    process = run_two_processes(SUPPORT / "watched_script.py", script.stem, *flags)
+    process = run_with_torchrun(SUPPORT / "watched_script.py", script.stem, *flags)
     if sys.platform.startswith("linux"):
         ends = re.findall(r"threads of Gloo: (\d+), then (\d+)", process.stdout)
         assert len(ends) == 2 and all(int(after) == 0 for _, after in ends), ends

@@ -180,11 +180,11 @@ def table(lines: list[dict[str, Any]]) -> str:
     rows = []
     for processes in sorted({line["processes"] for line in lines}):
         found = {job: [line for line in lines if (line["job"], line["processes"]) == (job, processes)] for job in JOBS}
+        loops = {line["round"]: rate(line) for line in found["loop"]}
         for job, title in JOBS.items():
             if not found[job]:
                 continue
             rates = [rate(line) for line in found[job]]
-            loops = {line["round"]: rate(line) for line in found["loop"]}
             shares = [1 - rate(line) / loops[line["round"]] for line in found[job] if line["round"] in loops]
             steps = [(line["long"] - line["short"]) / line["between"] for line in found[job]]
             starts = [line["short"] - line["few"] * step for line, step in zip(found[job], steps)]

@@ -130,7 +130,7 @@ def test_augmentation_is_that_of_dinov3(strengths):
     Both are x ← (x + s) f. With the numbers s and f that fit ours, all patches agree; and s, log f are distributed as
     DINOv3's (Kolmogorov–Smirnov; 1.95 √(2/n) is the 0.1% critical value of two samples).
     """
-    grid, count = (3, 5), 500
+    grid, count = (3, 5), 1000
     regular, offsets = dinov3_coordinates(grid), [draw_augmentation(grid, **strengths) for _ in range(count)]
     drawn = [TokenPositions.from_grid(grid, grid, "unit", offsets=one).coordinates * 2 - 1 for one in offsets]
     draws = []
