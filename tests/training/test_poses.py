@@ -54,10 +54,13 @@ def test_samples_depend_on_their_split_and_number_alone(columns):
 def test_the_target_is_turned_from_the_query_and_its_class_is_the_label(largest):
     columns = poses.pose_columns("validation", 1000, largest)
     rotations = exponentials(columns["positions"])  # (1000, N, 3, 3)
-    # Both columns are the same orientations, rounded to float32.
+    # All columns are the same orientations, rounded to float32, at one place.
     torch.testing.assert_close(
         rotations.flatten(-2), torch.tensor(columns["matrices"], dtype=torch.float64), atol=1e-6, rtol=0
     )
+    placed = np.tile(np.eye(4, dtype=np.float32), (1000, poses.TOKENS, 1, 1))
+    placed[..., :3, :3] = columns["matrices"].reshape(1000, -1, 3, 3)
+    np.testing.assert_array_equal(columns["poses"], placed.reshape(1000, -1, 16))
     assert angles(rotations[:, 0]).max() <= math.radians(largest) + 1e-3
     wanted = rotations[:, :1] @ exponentials(poses.RELATIVE)
     distances = angles(wanted.mT @ rotations)[:, 1:]

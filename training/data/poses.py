@@ -42,8 +42,8 @@ def pose_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
     Returns:
         `count` samples of N tokens: `features` (count, N, 5), the class as one of four channels, which are zero for the
         query, and a channel that marks the query; `positions` (count, N, 3), rotation vectors of the orientations;
-        `matrices` (count, N, 9), the same as rotation matrices, row by row; `labels` (count, N), the class of the
-        target at the query, and `IGNORED_LABEL` elsewhere.
+        `matrices` (count, N, 9), the same as rotation matrices, row by row; `poses` (count, N, 16), the same at one
+        place; `labels` (count, N), the class of the target at the query, and `IGNORED_LABEL` elsewhere.
     """
     return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
 
@@ -69,11 +69,14 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
     features = np.zeros((CHUNK, TOKENS, CLASSES + 1), np.float32)
     features[..., :CLASSES] = np.eye(CLASSES)[classes]
     features[:, 0] = np.eye(CLASSES + 1)[CLASSES]
+    placed = torch.eye(4).repeat(CHUNK, TOKENS, 1, 1)
+    placed[..., :3, :3] = rotations
     labels = np.full((CHUNK, TOKENS), IGNORED_LABEL)
     labels[:, 0] = classes[samples, targets]
     return {
         "features": features,
         "positions": matrix_to_rotation_vector(rotations).float().numpy(),
         "matrices": rotations.flatten(-2).float().numpy(),
+        "poses": placed.flatten(-2).numpy(),
         "labels": labels,
     }
