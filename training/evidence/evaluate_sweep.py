@@ -127,5 +127,12 @@ def part_of(text: str) -> tuple[int, int]:
     return part, parts
 
 
+def run_and_tell() -> None:
+    results = main()
+    if results.is_file():
+        print(f"Results: {results}")
+        print(f"Report:  python training/evidence/report.py {results} --output_dir {results.with_name('report')}")
+
+
 if __name__ == "__main__":
-    start(lambda: print(f"Results: {main()}"))
+    start(run_and_tell)
