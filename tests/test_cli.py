@@ -285,9 +285,8 @@ def own_lines(stderr):
     return [line for line in stderr.splitlines() if not re.match(r"W\d{4} [\d:.]+ \d+ \S+:\d+\] ", line)]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["card", "arrows_liere8"], pytest.param(["convert", "--help"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["card", "arrows_liere8"], ["convert", "--help"]])
 def test_a_reader_that_stops_early_is_no_error(arguments):
     # A pipe that nobody reads any more.
     reader, writer = os.pipe()

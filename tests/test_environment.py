@@ -60,6 +60,7 @@ def test_it_names_what_computes_real_tensors():
     }
 
 
+@pytest.mark.slow
 def test_it_says_that_kernels_are_switched_off_and_shows_no_secret():
     names = (
         "HF_TOKEN",

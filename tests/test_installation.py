@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkout import ROOT
 from conversion_cases import liere_weights
-from fresh_process import run_python
+from fresh_process import run_python, run_warm
 from packaging.requirements import Requirement
 from published_models import CARD
 
@@ -211,6 +211,7 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
             assert errors.splitlines()[-1].startswith(f"hf-liere {command[0]}: "), errors
 
 
+@pytest.mark.slow
 def test_scripts_name_the_extra_after_a_plain_installation(installed, tmp_path):
     for script, extra in {"image_classification": "train", "app": "app"}.items():
         process = run([installed / "python", ROOT / "training" / f"{script}.py", "--do_train"], tmp_path)
@@ -242,7 +243,7 @@ print(json.dumps(texts))
 @pytest.fixture(scope="module")
 def help_texts():
     """What the training scripts print, one after another in one process: most of the time goes into their imports."""
-    process = run_python("-c", HELP, *(ROOT / "training" / name for name in SCRIPTS), cwd=ROOT)
+    process = run_warm("-c", HELP, *(ROOT / "training" / name for name in SCRIPTS), cwd=ROOT)
     return {Path(name).name: found for name, found in json.loads(process.stdout.splitlines()[-1]).items()}
 
 

@@ -117,7 +117,7 @@ def test_figures_of_speed_stand_under_their_command():
             assert re.search(commands, part), part[:60]
 
 
-@pytest.mark.parametrize("script", ["price_list", "peer_speed", "growth"])
+@pytest.mark.parametrize("script", ["price_list", "peer_speed", "growth", "whole_job"])
 def test_tables_of_stored_records_are_on_the_page(script, capsys, monkeypatch, tmp_path):
     module, text = importlib.import_module(f"training.evidence.{script}"), SPEED.read_text(encoding="utf-8")
     monkeypatch.setattr(module, "FIGURES", tmp_path, raising=False)

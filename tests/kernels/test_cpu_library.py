@@ -43,10 +43,9 @@ print(test.refusal(), test.CAPABILITY, getattr(test.cpu_library.library(), "_nam
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_kernels")
-@pytest.mark.parametrize(
-    "capability", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("avx512", "avx2")), "default"]
-)
+@pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])
 def test_the_fastest_library_of_the_cpu_is_loaded(capability):
     """PyTorch's variable makes this CPU a lesser one."""
     if capability not in CAPABILITIES.get(CAPABILITY, ("default",)):

@@ -290,7 +290,7 @@ def test_other_adapters_are_loaded_as_before(base, tmp_path):
     assert peft.get_peft_model(patch(plain(tmp_path), PLANES), lora()).targeted_module_names == known != []
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("copies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trainer_resumes_rotations_and_lora(copies, base, tmp_path):
     """Rotations that peft knows nothing of, too."""
     tokens = torch.arange(3, 131).remainder(60).add(3).view(16, 8)

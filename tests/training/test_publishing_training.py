@@ -121,6 +121,7 @@ def test_the_licence_of_a_run(hub, files, tmp_path):
         assert "license: mit" in card and "The licence of these weights is `mit`." in card
 
 
+@pytest.mark.slow
 def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog):
     flags = [*files, *STOCHASTIC, *SAVES]
     train(tmp_path / "whole", *flags, "--do_eval")

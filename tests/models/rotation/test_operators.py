@@ -185,7 +185,10 @@ SHARED = {"share_layers": True, "share_heads": True, "rotate_prefix": True}
 
 @pytest.mark.parametrize(
     "encoding, block_size, fields",
-    slow_except(COMPILED_FAST, [*((*case, {}) for case in IMAGE_CASES), ("liere", 8, SHARED)]),
+    [
+        *slow_except(COMPILED_FAST, [(*case, {}) for case in IMAGE_CASES]),
+        pytest.param("liere", 8, SHARED, marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_step_of_a_graph_is_that_of_the_model(
     tiny, implementation, fresh_compiler, encoding, block_size, fields

@@ -350,7 +350,7 @@ def test_generators_stay_in_float32_when_loaded_in_bfloat16(tiny, tmp_path):
     )
 
 
-@pytest.mark.parametrize("encoding", ["rope_mixed", "liere"])
+@pytest.mark.parametrize("encoding", ["liere", pytest.param("rope_mixed", marks=pytest.mark.slow)])
 def test_sizes_share_two_graphs(tiny, encoding, fresh_compiler):
     """One for the first size, one for all others."""
     graphs = []
