@@ -1,3 +1,4 @@
+import gc
 import os
 
 
@@ -26,6 +27,12 @@ def pytest_configure():
     if not set(REQUIRED) <= set(REQUIREMENTS):
         accepted = ", ".join(REQUIREMENTS)
         raise pytest.UsageError(f"HF_LIERE_REQUIRE is {','.join(REQUIRED)!r}; accepted, with commas: {accepted}.")
+
+
+def pytest_collection_finish():
+    # Collections that look through the libraries and the tests, again and again, take a twentieth of the time.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_report_header():

@@ -242,7 +242,7 @@ def test_atoms_on_a_line_with_the_centre_do_not_lie_beside(tmp_path):
 SMALL = ["--max_train_samples", "256", "--max_eval_samples", "24", "--use_cpu", "true", "--disable_tqdm", "true"]
 
 
-@pytest.mark.parametrize("name", ["proteins", "handedness"])
+@pytest.mark.parametrize("name", ["proteins", pytest.param("handedness", marks=pytest.mark.slow)])
 def test_answers_depend_on_frames_only_with_commuting_rotations(name, tmp_path):
     """A run of the recipe, evaluated in random frames and in those of the file."""
     write_chains(tmp_path / "proteins")

@@ -316,6 +316,7 @@ def test_seeds_replace_those_of_the_sweep(tmp_path, capsys):
         flags("dinov3", 5)
 
 
+@pytest.mark.slow
 def test_processes_that_finish_at_once_leave_a_whole_file(tmp_path):
     code = (
         "import sys; from pathlib import Path; from training.common.records import write_text\n"

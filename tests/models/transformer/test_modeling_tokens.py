@@ -249,7 +249,7 @@ def test_every_parameter_learns(encoding, num_axes):
         assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
-@pytest.mark.parametrize("encoding", slow_except(("liere", "comrope_ld"), ("absolute", *on_axes(3))))
+@pytest.mark.parametrize("encoding", slow_except(("liere",), ("absolute", *on_axes(3))))
 def test_in_a_compiled_graph_and_exported(encoding, fresh_compiler):
     model = build(HEADS[0], encoding, 3, pooling="mean")
     features, positions = tokens(3)
