@@ -12,6 +12,7 @@ from fresh_process import run_warm
 from patching_cases import CASES, build, randomize
 from rope_cases import CASES as ROPE_CASES
 from rope_cases import build as build_rope
+from slow_cases import slow_except
 
 import hf_liere
 from hf_liere.tools import export
@@ -256,14 +257,16 @@ FAST = {
 
 @pytest.mark.parametrize(
     "name, encoding, block_size, suffix, any_size",
-    [
-        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
-        for row in IMAGES
-        for suffix in (".onnx", ".pt2")
-        for any_size in (False, True)
-        if not (any_size and row[1] == "liere")
-        for case in [(*row, suffix, any_size)]
-    ],
+    slow_except(
+        FAST,
+        [
+            (*row, suffix, any_size)
+            for row in IMAGES
+            for suffix in (".onnx", ".pt2")
+            for any_size in (False, True)
+            if not (any_size and row[1] == "liere")
+        ],
+    ),
 )
 def test_patched_models_of_images(name, encoding, block_size, suffix, any_size, tmp_path):
     model = patched(name, encoding, block_size)

@@ -10,6 +10,7 @@ from checkout import ROOT
 from library_checks import check_gradients, check_start, gradients, normal, randomize
 from patching_checks import check_adapters
 from peft import LoraConfig, get_peft_model_state_dict
+from slow_cases import slow_except
 
 from hf_liere import (
     FrequencySchedule,
@@ -202,7 +203,7 @@ def test_checkpointing_and_offloading(case, config):
 
 @pytest.mark.parametrize(
     ("case", "config"),
-    [pytest.param(*both, marks=() if both == (FLUX, PLANES) else pytest.mark.slow) for both in CONFIGS],
+    slow_except([(FLUX, PLANES)], CONFIGS),
     ids=[f"{case.name}-{config.position_encoding}" for case, config in CONFIGS],
 )
 def test_compiled_model_is_one_graph(case, config):

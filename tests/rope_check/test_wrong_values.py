@@ -1,11 +1,13 @@
 """Whatever is wrong with rotated states, in one value or all, is not called right; what is only rounded, is."""
 
+import itertools
 import json
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from slow_cases import slow_except
 
 from hf_liere.tools.cli import main
 from hf_liere.tools.rope_check.vectors import read_vectors
@@ -124,19 +126,11 @@ def check(file, answers, tensors):
     return main(["rope", str(file), "--check", str(answers)])
 
 
-# Of these families, and of no other, some faults are no slow tests.
-BESIDE_LLAMA, FEW = ("glm", "qwen3_vl_text"), ("positions doubled", "base + 1%", "pairs exchanged", "not a number")
+FEW = ("positions doubled", "base + 1%", "pairs exchanged", "not a number")
+FAST = ("llama", *itertools.product(("glm", "qwen3_vl_text"), FEW))
 
 
-@pytest.mark.parametrize(
-    "name, fault",
-    [
-        pytest.param(name, fault, marks=() if is_fast else pytest.mark.slow)
-        for name in FAMILIES
-        for fault in (*CHANGES, *RESULTS)
-        for is_fast in (name == "llama" or (name in BESIDE_LLAMA and fault in FEW),)
-    ],
-)
+@pytest.mark.parametrize("name, fault", slow_except(FAST, itertools.product(FAMILIES, (*CHANGES, *RESULTS))))
 def test_a_wrong_value_is_never_called_right(vectors, tmp_path, name, fault):
     """A fault of every value, of the 2% that it changes most, and of 2% of the tokens, drawn from those it changes."""
     (part,) = read_vectors(vectors[name])

@@ -13,6 +13,7 @@ import torch
 import yaml
 from checkout import ROOT
 from pages import TRAINING, commands
+from slow_cases import slow_except
 from structures import write_centres, write_chains
 from training_helpers import TINY_RUN, write_dinov2, write_dual_encoder, write_images_folder, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
@@ -345,7 +346,7 @@ MINI = sorted(set(RECIPES) - set(FULL))
 RUN_FAST = ("cifar100_small", "clip_finetuning_mini", "coco_mini", "language_tuning_mini", "points_mini", "ucf101_mini")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in RUN_FAST else pytest.mark.slow) for n in MINI])
+@pytest.mark.parametrize("name", slow_except(RUN_FAST, MINI))
 def test_small_recipes_run_to_their_results(name, run_mini):
     folder = run_mini(name)
     if LINES[name][0] == "clip_finetuning":

@@ -32,6 +32,13 @@ def draw_rotations(rng: np.random.Generator, *shape: int) -> torch.Tensor:
     return quaternion_to_rotation_vector(torch.from_numpy(rng.standard_normal((*shape, 4))), "wxyz")
 
 
+def pose_rows(rotations: torch.Tensor, translations: torch.Tensor | float) -> torch.Tensor:
+    """(…, 16) 4 × 4 matrices, row by row, of (…, 3, 3) rotations and (…, 3) translations."""
+    poses = torch.eye(4, dtype=rotations.dtype).repeat(*rotations.shape[:-2], 1, 1)
+    poses[..., :3, :3], poses[..., :3, 3] = rotations, translations
+    return poses.flatten(-2)
+
+
 def turned_columns(
     rotations: np.ndarray, translations: np.ndarray, largest_angle: float, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
@@ -52,12 +59,10 @@ def turned_columns(
     world = rotation_vector_to_matrix(turns).unsqueeze(1)  # (samples, 1, 3, 3)
     turned = world @ torch.from_numpy(rotations)  # (samples, N, 3, 3)
     moved = (world @ torch.from_numpy(translations).unsqueeze(-1)).squeeze(-1)  # (samples, N, 3)
-    poses = torch.eye(4, dtype=turned.dtype).repeat(*turned.shape[:2], 1, 1)
-    poses[..., :3, :3], poses[..., :3, 3] = turned, moved
     columns = {
         "positions": matrix_to_rotation_vector(turned),
         "matrices": turned.flatten(-2),
         "translations": moved,
-        "poses": poses.flatten(-2),
+        "poses": pose_rows(turned, moved),
     }
     return {name: values.float().numpy() for name, values in columns.items()}

@@ -17,7 +17,7 @@ import torch
 
 from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
 from training.data.augmentation import IGNORED_LABEL
-from training.data.frames import draw_rotations
+from training.data.frames import draw_rotations, pose_rows
 
 
 SPLITS = ("train", "validation")
@@ -69,14 +69,12 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
     features = np.zeros((CHUNK, TOKENS, CLASSES + 1), np.float32)
     features[..., :CLASSES] = np.eye(CLASSES)[classes]
     features[:, 0] = np.eye(CLASSES + 1)[CLASSES]
-    placed = torch.eye(4).repeat(CHUNK, TOKENS, 1, 1)
-    placed[..., :3, :3] = rotations
     labels = np.full((CHUNK, TOKENS), IGNORED_LABEL)
     labels[:, 0] = classes[samples, targets]
     return {
         "features": features,
         "positions": matrix_to_rotation_vector(rotations).float().numpy(),
         "matrices": rotations.flatten(-2).float().numpy(),
-        "poses": placed.flatten(-2).numpy(),
+        "poses": pose_rows(rotations, 0.0).float().numpy(),
         "labels": labels,
     }

@@ -97,8 +97,7 @@ def to_float64(values: np.ndarray, where: str) -> np.ndarray:
         steps, extents = np.spacing(np.abs(values).max(axis=0)), np.ptp(values, axis=0)
         # An axis without extent is one on purpose, unless even whole numbers are rounded there.
         places = np.where((extents > 0) | (steps >= 1), extents / steps + 1, np.inf).prod(dtype=np.float64)
-        lost = len(values) - len(np.unique(values, axis=0)) if len(values) ** 2 / 2 >= places else 0
-        if lost:
+        if len(values) ** 2 / 2 >= places and (lost := len(values) - len(np.unique(values, axis=0))):
             raise InputError(
                 f"{where}: {lost} of {len(values)} tokens have the position of another one, because {values.dtype} "
                 f"has steps of {steps.max():g} at {np.abs(values).max():g}; accepted: float64, or an origin nearby."
@@ -108,9 +107,11 @@ def to_float64(values: np.ndarray, where: str) -> np.ndarray:
 
 def require_distinct(values: np.ndarray, kept: np.ndarray, where: str) -> None:
     """Raises [`InputError`] if rows that differ in `values` are equal in `kept`, the same rows in another type."""
-    kept_apart = len(np.unique(kept, axis=0)) if kept.dtype != values.dtype else len(kept)
-    lost = len(np.unique(values, axis=0)) - kept_apart if kept_apart < len(kept) else 0
-    if lost > 0:
+    if values.dtype == kept.dtype:
+        return
+    distinct = len(np.unique(kept, axis=0))
+    # The rows of `values` are counted only where they could be more.
+    if distinct < len(kept) and (lost := len(np.unique(values, axis=0)) - distinct) > 0:
         raise InputError(
             f"{where}: {lost} of {len(values)} tokens lose a position of their own where {values.dtype} becomes "
             f"{kept.dtype}; accepted: an origin nearby, or coarser units."

@@ -16,7 +16,7 @@ import torch
 
 from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
 from training.data.augmentation import IGNORED_LABEL
-from training.data.frames import draw_rotations
+from training.data.frames import draw_rotations, pose_rows
 from training.data.poses import CHUNK, draw_columns
 
 
@@ -66,12 +66,10 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
     world = rotation_vector_to_matrix(motion).unsqueeze(1)  # (CHUNK, 1, 3, 3)
     rotations = world @ torch.cat([axes, turned], dim=1)  # (CHUNK, N, 3, 3)
     translations = (world @ torch.cat([cameras, points], dim=1).unsqueeze(-1)).squeeze(-1) + moved.unsqueeze(1)
-    poses = torch.eye(4, dtype=rotations.dtype).repeat(*rotations.shape[:2], 1, 1)
-    poses[..., :3, :3], poses[..., :3, 3] = rotations, translations
     kinds = np.repeat([0, 1, 2], [CAMERAS, 1, POINTS - 1])
     orientations = matrix_to_rotation_vector(rotations)
     columns = {
-        "poses": poses.flatten(-2),
+        "poses": pose_rows(rotations, translations),
         "positions": torch.cat([orientations, translations], dim=-1),
         "orientations": orientations,
         "matrices": rotations.flatten(-2),
