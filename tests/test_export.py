@@ -139,6 +139,7 @@ def test_perturbed_model_is_exported_without_and_left_as_it_is(tiny, tmp_path):
     assert_same(model, path, torch.randn(2, 3, 16, 16))
 
 
+@pytest.mark.slow
 def test_configuration_is_in_the_file(tiny, tmp_path):
     labels = {0: "cat", 1: "dog", 2: "owl"}
     model = hf_liere.LieREViTForImageClassification(
@@ -247,9 +248,8 @@ IMAGES = [
     ("dinov3", "liere", 4),
     ("dinov3", "plain", None),
 ]
-# Rows with a file, of one size or of any; the others are slow tests.
+# One row for each kind of file; the others are slow tests.
 FAST = {
-    ("vit", "comrope_ld", 8, ".onnx", True),
     ("vit", "comrope_ld", 8, ".pt2", False),
     ("vit", "liere", 4, ".onnx", False),
 }
@@ -339,6 +339,7 @@ def test_models_of_transformers_that_cannot_be_exported(tmp_path):
     assert not list(tmp_path.iterdir()) and "mistral" in ROPE_CASES
 
 
+@pytest.mark.slow
 def test_operators_that_cannot_be_written_are_refused(tiny, tmp_path):
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="none", num_hidden_layers=1))
     newest = onnx.defs.onnx_opset_version()
@@ -353,6 +354,7 @@ def test_operators_that_cannot_be_written_are_refused(tiny, tmp_path):
         assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == newest
 
 
+@pytest.mark.slow
 def test_file_needs_neither_package_nor_transformers(tiny, tmp_path):
     """A process that has only PyTorch, or only ONNX Runtime, runs what was written."""
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="rope_mixed", num_hidden_layers=1)).eval()

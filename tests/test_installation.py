@@ -116,6 +116,7 @@ def run(command: list, folder: Path, **variables: str) -> subprocess.CompletedPr
     return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_console_script_helps_without_any_extra(installed, tmp_path):
     absent = f"import importlib.util; print([name for name in {OPTIONAL} if importlib.util.find_spec(name)])"
     assert run([installed / "python", "-c", absent], tmp_path).stdout == "[]\n"

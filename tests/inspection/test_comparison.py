@@ -134,6 +134,7 @@ def test_one_page_and_the_numbers_behind_it(page):
     assert f"{change[0].max():.3g}" in text
 
 
+@pytest.mark.slow
 def test_side_by_side_or_below_one_another(page, browser):
     browser.get((page / "report" / "report.html").as_uri())
     original = browser.get_window_size()

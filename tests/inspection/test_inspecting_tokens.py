@@ -80,6 +80,7 @@ def test_the_report_says_how_far_generators_are_from_a_representation(tmp_path, 
     assert "in blocks of 9 channels" in text and "positions on 3 axes" in text
 
 
+@pytest.mark.slow
 def test_frequencies_are_per_unit_of_the_position(tmp_path):
     status, report = inspect(build(position_encoding="rope_mixed", num_axes=2, position_scale=[0.5, 2.0]), tmp_path)
     assert status == 0 and "radians per unit of the position." in text_of(report)

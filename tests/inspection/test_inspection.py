@@ -120,6 +120,7 @@ def test_a_model_without_rotations(tiny, tmp_path):
     assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "encoding", slow_except(("cayley_string",), ("cayley_string", "spherical_rope", "liere_product"))
 )
@@ -133,6 +134,7 @@ def test_rotations_in_a_learned_basis_and_products_of_rotations(tiny, tmp_path, 
     assert ("The generators do not commute" in page) == ("Π exp(pₐ Aₐ)" in page) == (not commutes)
 
 
+@pytest.mark.slow
 def test_without_images(tiny, tmp_path):
     """Folded ComRoPE: the learned is shown in the eigenbasis, attention is not measured and the page says both."""
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="comrope_ld")).eval().fold_rotations()
@@ -171,6 +173,7 @@ def test_claims_about_a_patched_model_with_its_table(tmp_path):
     assert "two patches' positions: attention" not in text and "What it predicts" not in text
 
 
+@pytest.mark.slow
 def test_a_video_model(tiny_video, tmp_path):
     model = hf_liere.LieREVideoForVideoClassification(tiny_video(num_channels=1))
     model.save_pretrained(tmp_path / "model")

@@ -60,7 +60,7 @@ def inputs(kernels, shape, dtype):
     return [tensor.to(kernels.device).requires_grad_() for tensor in tensors]
 
 
-@pytest.mark.parametrize("shape", [PLANES[0], BLOCKS[0]])
+@pytest.mark.parametrize("shape", [PLANES[0], pytest.param(BLOCKS[0], marks=pytest.mark.slow)])
 def test_opcheck(kernels, shape):
     """What PyTorch asks of an operator."""
     arguments = inputs(kernels, shape, torch.float32)

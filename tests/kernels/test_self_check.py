@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton_loading
 from fresh_process import run_python
+from slow_cases import slow_except
 from triton_loading import DEVICE
 
 import hf_liere
@@ -62,9 +63,11 @@ WRONG = [
     ("grid[2], grid[1], *shape[2:]", "grid[2], grid[1]", 8, "outer_products raised"),
     ("    out = tuple(map", "    raise OSError('no driver')\n    out = tuple(map", 8, "OSError: no driver"),
 ]
+# One of each kernel, a value that is no number, and a kernel that cannot run.
+FAST = [WRONG[number] for number in (0, 4, 6, 8, 11, 13)]
 
 
-@pytest.mark.parametrize("right, wrong, block_size, failure", WRONG)
+@pytest.mark.parametrize("right, wrong, block_size, failure", slow_except(FAST, WRONG))
 def test_wrong_kernels_are_found(tmp_path, monkeypatch, caplog, right, wrong, block_size, failure):
     module = load(tmp_path, right, wrong)
     monkeypatch.setitem(dispatch._BACKENDS, DEVICE, module)
@@ -96,7 +99,9 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("state", ["autocast", "inference", "no gradients", "other defaults"])
+@pytest.mark.parametrize(
+    "state", slow_except(("autocast", "other defaults"), ["autocast", "inference", "no gradients", "other defaults"])
+)
 def test_comparison_neither_reads_nor_changes_the_state_of_the_process(kernels, state):
     states = torch.zeros(1, 1, 1, 16, device=DEVICE)
     assert kernels.refusal(states, torch.float32, 2) is None

@@ -219,6 +219,7 @@ def test_compiled_model_is_one_graph(case, config):
         assert torch.equal(run(compiled, inputs), run(model, inputs))
 
 
+@pytest.mark.slow
 def test_adapters_in_a_fresh_process(tmp_path):
     models = {}
     for case, config in CONFIGS:

@@ -59,6 +59,7 @@ def check(folder, names, refused=None):
         assert all(torch.equal(value, state[each]) for each, value in again.state_dict().items())
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path):
     names = ["llama-liere", "llama-planes"]
     for name in names:

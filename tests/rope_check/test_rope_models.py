@@ -95,6 +95,7 @@ def test_converting_a_right_model_is_a_hazard():
     }
 
 
+@pytest.mark.slow
 def test_a_module_that_ignores_the_scaling_is_an_alarm():
     model = small_llama(**YARN)
     plain = 10000.0 ** (-torch.arange(16) / 16)

@@ -41,8 +41,6 @@ PRODUCTS = tuple(name for name, traits in KINDS.items() if traits.product)
 FOLDABLE = (*(name for name in COMMUTING if KINDS[name].in_basis or KINDS[name].planar), "liere_product")
 # Encodings that can start without any rotation.
 NEUTRAL = tuple(name for name, traits in KINDS.items() if "zeros" in traits.rotary_inits)
-# One of each way to compute rotations, for tests that compile, which takes seconds each.
-COMPILED_FAST = ("liere", "comrope_ld", "liere_product")
 # Their basis is never the identity, so that even without any rotation queries and keys are rounded in it.
 ROUNDED = ("circulant_string",)
 

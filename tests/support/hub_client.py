@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants as constants
 from checkout import ROOT
@@ -11,6 +13,8 @@ from fresh_process import run_warm
 from huggingface_hub import HfApi
 
 
+# Waits before another attempt, of seconds, are so much shorter in the process of the tests.
+WAITS = 0.1
 WRITE, READ, OTHER = "hf_tester_write", "hf_tester_read", "hf_other_write"
 
 
@@ -28,6 +32,9 @@ def online(patch, hub, home: Path) -> None:
         "HF_HUB_DISABLE_XET": hub.xet_cas_url is None,
     }.items():
         patch.setattr(constants, name, value)
+    hurried = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(seconds * WAITS)})
+    for module in ("hf_liere.storage.client", "huggingface_hub.utils._http"):
+        patch.setattr(f"{module}.time", hurried, raising=False)
     # Newer releases keep the client of the first Hub that a process reached.
     patch.setattr("transformers.utils.hub._hf_api", None, raising=False)
 

@@ -73,6 +73,8 @@ def route(methods: str, pattern: str):
 
 class Connection(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Headers and body are sent one after the other, and the client confirms the former late.
+    disable_nagle_algorithm = True
 
     def log_message(self, *args):
         """The requests are in `HubServer.requests`."""

@@ -76,7 +76,7 @@ def test_saved_models_give_the_results_that_were_written(whole, data):
     assert str(folder) not in run_config
 
 
-@pytest.mark.parametrize("head", ["classifier", "zero_shot"])
+@pytest.mark.parametrize("head", [pytest.param("classifier", marks=pytest.mark.slow), "zero_shot"])
 def test_patched_and_unpatched_start_alike_at_every_size(head, clip_folder, data, tmp_path):
     """Equal seeds, images and steps: with a learning rate of zero nothing tells the models apart, to the last bit."""
     flags = ["--head", head, "--learning_rate", 0, "--eval_image_sizes", 16, 24, 32]
@@ -156,7 +156,7 @@ def test_learning_rates_of_rotations_and_classifier(clip_folder, data, tmp_path)
     "family, trainable",
     [
         pytest.param("vit", "all", marks=pytest.mark.slow),
-        ("clip", "lora+rotary"),
+        pytest.param("clip", "lora+rotary", marks=pytest.mark.slow),
         pytest.param("clip", "all", marks=pytest.mark.slow),
         pytest.param("vit", "lora+rotary", marks=pytest.mark.slow),
     ],
@@ -289,6 +289,7 @@ def test_models_that_cannot_be_patched_are_refused_before_anything_is_written(da
     assert "Traceback" not in errors and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_encoding_that_learns_nothing(clip_folder, data, tmp_path):
     axial = ["--position_encoding", "axial_rope", "--rotary_init", "None", "--block_size", 2]
     with pytest.raises(ValueError, match="trains no parameter with --position_encoding axial_rope"):

@@ -15,6 +15,7 @@ def test_exponents_are_those_of_powers():
     assert growth.exponent({value: 3 / value for value in (1, 2, 3)}) == pytest.approx(-1)
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_and_is_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(growth, "MODEL", dataclasses.replace(growth.MODEL, model_size="tiny", num_hidden_layers=1))
     monkeypatch.setattr(growth, "SIDES", (1, 2))

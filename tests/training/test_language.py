@@ -148,7 +148,10 @@ def test_perplexities_are_those_of_the_saved_model(llama, data):
     assert again["eval_64_perplexity"] == metrics["eval_64_perplexity"]
 
 
-@pytest.mark.parametrize("flags, tolerance", [(PLANES, 0), (BLOCKS, 1e-5)], ids=["planes", "blocks"])
+@pytest.mark.parametrize(
+    "flags, tolerance",
+    [pytest.param(PLANES, 0, id="planes", marks=pytest.mark.slow), pytest.param(BLOCKS, 1e-5, id="blocks")],
+)
 def test_learned_rotations_start_at_the_pretrained_model(flags, tolerance, llama, data, tmp_path):
     """Planes to the last bit; blocks round otherwise."""
     folder, before = llama
@@ -257,13 +260,14 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
     assert_same_perplexities(metrics, model, tmp_path / "run", data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trainable, flags",
     [
         ("lora+rotary", BLOCKS),
-        pytest.param("lora+rotary", PLANES, marks=pytest.mark.slow),
-        pytest.param("all", PLANES, marks=pytest.mark.slow),
-        pytest.param("all", BLOCKS, marks=pytest.mark.slow),
+        ("lora+rotary", PLANES),
+        ("all", PLANES),
+        ("all", BLOCKS),
     ],
 )
 def test_gradient_checkpointing_gives_the_same_model(trainable, flags, llama, data, tmp_path):
@@ -340,6 +344,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trainable, llama, data, tmp_p
     assert found["eval_64_perplexity"] == expected["eval_64_perplexity"]
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_a_line_for_every_length_and_a_report(llama, data, tmp_path):
     recipe = {"do_train": True, "max_length": 16, "evaluation_lengths": [32, 64], "max_steps": 2}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))

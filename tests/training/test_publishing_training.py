@@ -154,6 +154,7 @@ def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog
         train(tmp_path / "third", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
 
 
+@pytest.mark.slow
 def test_a_step_that_was_not_pushed_makes_the_run_fail(hub, files, tmp_path):
     for skipped, refused in ((1, 2), (3, 1)):
         hub.fail("POST .*/commit/", status=400, skip=skipped, times=refused)

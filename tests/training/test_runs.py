@@ -103,7 +103,7 @@ def test_deepspeed_in_two_processes_equals_one(one_process, train_file, uneven_f
     "flags",
     [
         ["--gradient_checkpointing", "true"],
-        ["--torch_compile", "true", "--torch_compile_backend", "eager"],
+        pytest.param(["--torch_compile", "true", "--torch_compile_backend", "eager"], marks=pytest.mark.slow),
         ["--bf16", "true"],
     ],
     ids=["checkpointing", "compile", "bf16"],
@@ -177,6 +177,7 @@ def whole_runs(train_file, tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_a_run(whole_runs):
     assert_same_weights(whole_runs[0], whole_runs[2])
 

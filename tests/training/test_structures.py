@@ -239,7 +239,7 @@ def test_atoms_on_a_line_with_the_centre_do_not_lie_beside(tmp_path):
     )
 
 
-SMALL = ["--max_train_samples", "256", "--max_eval_samples", "24", "--use_cpu", "true", "--disable_tqdm", "true"]
+SMALL = ["--max_train_samples", "128", "--max_eval_samples", "24", "--use_cpu", "true", "--disable_tqdm", "true"]
 
 
 @pytest.mark.parametrize("name", ["proteins", pytest.param("handedness", marks=pytest.mark.slow)])

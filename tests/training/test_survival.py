@@ -22,8 +22,8 @@ from training.common.messages import is_lost_worker
 from training.engine.saving import ASIDE, last_complete_checkpoint
 
 
-LAST = "checkpoint-150"
-SCHEDULE = ["--num_train_epochs", 30, "--save_steps", 10, "--drop_path_rate", 0.2, "--hidden_dropout_prob", 0.1]
+LAST = "checkpoint-80"
+SCHEDULE = ["--num_train_epochs", 16, "--save_steps", 10, "--drop_path_rate", 0.2, "--hidden_dropout_prob", 0.1]
 SCHEDULE += ["--position_perturbation", 0.5, "--crop_padding", 2, "--flip_probability", 0.5, "--mixup_alpha", 0.8]
 # What else the recipe cifar100_small draws, and how it computes.
 SCHEDULE += ["--cutmix_alpha", 1.0, "--rand_augment_ops", 2, "--bf16", "true", "--attn_implementation", "eager"]
@@ -207,6 +207,7 @@ def test_a_full_disk_ends_with_a_message_and_a_whole_checkpoint(flags, tmp_path)
     assert not (tmp_path / ASIDE).exists() and not (tmp_path / "checkpoint-30").exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_the_disk_leaves_nothing_of_itself(flags, whole, tmp_path):
     """The weights exceed the size that files may have; configuration and code, which come before them, do not."""
     limit = (whole / "model.safetensors").stat().st_size - 1000
@@ -222,7 +223,7 @@ def test_a_model_that_does_not_fit_the_disk_leaves_nothing_of_itself(flags, whol
     assert {path.name for path in tmp_path.iterdir()} == {"run_config.json", "environment.json"}
 
 
-@pytest.mark.parametrize("flag", ["resume", "overwrite", None])
+@pytest.mark.parametrize("flag", [pytest.param("resume", marks=pytest.mark.slow), "overwrite", None])
 def test_a_run_does_not_write_among_files_of_others(flag, flags, tmp_path):
     (tmp_path / "holiday.txt").write_text("mine")
     if flag is None:

@@ -241,6 +241,7 @@ def test_a_sweep_goes_on_where_it_stopped(swept, sweep_file, files, monkeypatch)
         evaluate_sweep.main([*command, "--weight_decay", "0.5"])
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_sweep(swept, sweep_file, files, tmp_path):
     """The last to finish leaves the file that one process would have left, whichever runs were its own."""
     command = [str(sweep_file), "--mini", "--output_dir", str(tmp_path), *files, *TINY_RUN]

@@ -7,6 +7,7 @@ import pytest
 from training.evidence import whole_job
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_steps_in_between():
     line = {"processes": 1, "images": 8, "between": 4, "few": 2, "round": 0}
     lines = [{**line, "job": "trainer", "short": 7.0, "long": 11.0}, {**line, "job": "loop", "short": 4.0, "long": 6.0}]

@@ -449,6 +449,7 @@ def test_generators_stay_in_float32(tiny, tmp_path, encoding, dtype, caplog):
     assert f"generators of {encoding} were rounded to {dtype}" in caplog.text
 
 
+@pytest.mark.slow
 def test_checkpoints_load_without_the_package(tiny, tmp_path):
     """Of every encoding, with parameters that training could have led to, in a process without hf_liere."""
     pixel_values, logits = torch.randn(2, 3, 8, 24), {}
