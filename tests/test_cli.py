@@ -299,6 +299,7 @@ def test_a_reader_that_stops_early_is_no_error(arguments):
     assert process.returncode == 128 + signal.SIGPIPE and own_lines(process.stderr) == []
 
 
+@pytest.mark.slow
 def test_interrupts_end_in_one_line(tmp_path):
     """A fifo in the place of the facts holds the command up until the interrupt comes."""
     os.mkfifo(tmp_path / "facts.yaml")

@@ -40,6 +40,7 @@ def plant(folder, **packages):
     return os.pathsep.join([str(folder), str(ROOT)])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_kernels")
 def test_it_names_what_computes_real_tensors():
     found = json.loads(run("--json", HF_LIERE_SECRET="hush-1", HF_LIERE_CPU_KERNELS="1"))

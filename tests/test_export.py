@@ -69,7 +69,7 @@ def test_images_of_any_size(tiny, tmp_path, encoding, block_size, suffix):
         onnx.checker.check_model(path)
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+@pytest.mark.parametrize("suffix", [pytest.param(".onnx", marks=pytest.mark.slow), ".pt2"])
 @pytest.mark.parametrize("encoding, block_size", [("liere", 5), pytest.param("absolute", None, marks=pytest.mark.slow)])
 def test_images_of_one_size(tiny, tmp_path, encoding, block_size, suffix):
     config = tiny(position_encoding=encoding, block_size=block_size, num_hidden_layers=1)

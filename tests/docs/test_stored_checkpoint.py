@@ -93,6 +93,7 @@ def test_its_accuracy_on_new_puzzles(card, size, images):
     assert accuracy(Arrows("test", images, size)) == pytest.approx(stated, abs=3 * error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar100_liere8", "cifar100_comrope_ld"])
 def test_the_accuracy_on_cifar100_is_that_of_the_card(name):
     """On all images of the evaluation. Kernels that round otherwise may decide an even image or two."""

@@ -123,6 +123,7 @@ for step in itertools.count():
 """
 
 
+@pytest.mark.slow
 def test_a_push_while_a_training_run_saves(saved, hub, tmp_path):
     """What arrives is one of the saved models, with its card, or nothing."""
     folder, arrived = tmp_path / "run", []

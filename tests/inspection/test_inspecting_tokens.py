@@ -61,7 +61,7 @@ def test_only_starts_at_so3_are_measured_against_it():
     assert analyse(build(position_encoding="rope_mixed")).encoding.representation is None
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_report_says_how_far_generators_are_from_a_representation(tmp_path, trained):
     model = build(rotary_init="so3", spins=[0, 1, 2])
     if trained:
@@ -91,13 +91,20 @@ def test_frequencies_are_per_unit_of_the_position(tmp_path):
     assert facts["model"]["position_scale"] == [0.5, 2.0] and facts["encoding"]["relativity"] is None
 
 
-@pytest.mark.parametrize("fields", [{"position_encoding": "none"}, {"position_encoding": "comrope_ld", "num_axes": 1}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"position_encoding": "none"},
+        pytest.param({"position_encoding": "comrope_ld", "num_axes": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_models_of_tokens_with_any_encoding(tmp_path, fields):
     status, report = inspect(build(**fields), tmp_path)
     assert status == 0 and "positions of tokens form no grid" in text_of(report)
     assert ("no rotations of this package" in text_of(report)) == (fields["position_encoding"] == "none")
 
 
+@pytest.mark.slow
 def test_two_models_of_tokens(tmp_path):
     """Training from a start moves the generators by the distance that the page shows."""
     start = build(rotary_init="so3")

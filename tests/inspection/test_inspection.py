@@ -145,6 +145,7 @@ def test_without_images(tiny, tmp_path):
     assert "exactly relative" in page.text and any("frequencies" in image["alt"] for image in page.images)
 
 
+@pytest.mark.slow
 def test_a_patched_model(tmp_path):
     vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     clip = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=4))
@@ -319,6 +320,7 @@ def test_frames_of_a_clip():
     assert (still == 3).all() and preparation.pixel_values([still]).shape == (1, 4, 1, 4, 4)
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint(shared, tmp_path):
     """A golden of LieRE's code, converted by the command, inspected by the command."""
     tensors = load_file(shared / "goldens" / "liere_liere4_2d.safetensors")

@@ -81,7 +81,11 @@ def along_angles(gradient, rotation):
 @pytest.mark.parametrize(
     "shape, dtype",
     [(shape, torch.float32) for shape in PLANES + BLOCKS]
-    + [(shape, dtype) for shape in (PLANES[0], BLOCKS[1]) for dtype in (torch.bfloat16, torch.float16)],
+    + [(PLANES[0], torch.bfloat16), (BLOCKS[1], torch.float16)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((PLANES[0], torch.float16), (BLOCKS[1], torch.bfloat16))
+    ],
 )
 def test_kernels_are_the_plain_rotation(kernels, monkeypatch, shape, dtype):
     if kernels.module and kernels.device == "cpu" and dtype == torch.bfloat16:
@@ -231,6 +235,7 @@ def test_types_and_devices_that_the_kernels_leave_to_plain_operations(kernels):
     assert triton_kernels.refusal(torch.zeros(1, 1, 1, 8), torch.float32, 8)
 
 
+@pytest.mark.slow
 def test_module_loads_without_triton():
     code = (
         "import sys, torch; sys.modules['triton'] = None; from hf_liere.kernels import cuda; "

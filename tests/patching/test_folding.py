@@ -163,6 +163,7 @@ def test_one_set_of_frequencies_becomes_a_plain_model(tmp_path):
     assert_same([load_file(tmp_path / "logits.safetensors")["logits"]], expected)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_folded_models_need_no_package(tmp_path):
     """Their own code restores them."""
     expected = {}

@@ -528,7 +528,8 @@ def create(name="liere_vit_tiny_patch16_224", **options):
     return timm.create_model(name, **{"num_classes": 3, "img_size": 32, "in_chans": 1, "depth": 2, **options})
 
 
-@pytest.mark.parametrize("encoding", ["comrope_ld", pytest.param("rope_mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["comrope_ld", "rope_mixed"])
 def test_muon_leaves_rotations_that_are_named_to_adamw(encoding):
     """As on the page, with the shapes of ViT-S, of which Muon would take some."""
     taken = {}

@@ -238,6 +238,7 @@ def test_new_puzzles_and_resolutions_change_pictures(page, browser):
     assert console_errors(browser) == []
 
 
+@pytest.mark.slow
 def test_other_models_have_other_sizes(page, browser):
     slider = page.find("#size input[type=range]")
 

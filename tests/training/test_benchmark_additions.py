@@ -337,6 +337,7 @@ def test_noise_is_no_table(tmp_path, capsys, monkeypatch, shares, reason):
     assert tables.noise(records, [case], "wall")
 
 
+@pytest.mark.slow
 def test_added_shares_of_a_run(tmp_path, capsys):
     """Until a share is resolved or the rounds are over; a resumed run that lacks nothing prints the same."""
     output = tmp_path / "speed.jsonl"

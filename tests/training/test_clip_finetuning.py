@@ -138,6 +138,7 @@ def test_lora_and_rotations_load_again_by_their_own_libraries(head, clip_folder,
         assert accuracies(results)["patched", 16] == measured_again(ZeroShot(), data, 16)
 
 
+@pytest.mark.slow
 def test_learning_rates_of_rotations_and_classifier(clip_folder, data, tmp_path):
     flags = ["--trainable", "rotary+head", "--baseline", "false"]
     train(tmp_path / "rotary", clip_folder, data, *flags, "--head_learning_rate_factor", 0)

@@ -135,6 +135,7 @@ def test_average_precision_of_known_detections(shapes):
     assert "map_large" not in metrics
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(shapes, tmp_path):
     flags = ["--shapes_folder", shapes, "--do_train", "--num_train_epochs", 2, "--save_steps", 1]
     flags += ["--max_train_samples", 16, "--max_eval_samples", 13]

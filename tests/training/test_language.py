@@ -206,9 +206,8 @@ def test_lora_in_a_model_that_is_patched_already(llama, data, tmp_path):
     assert_same_perplexities(metrics, model, tmp_path / "run", data)
 
 
-@pytest.mark.parametrize(
-    "start", ["plain", *(pytest.param(x, marks=pytest.mark.slow) for x in ("patched", "unpatched"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["plain", "patched", "unpatched"])
 def test_adapters_are_a_starting_point(start, llama, data, tmp_path):
     """Of a plain model, of one that was patched before, and without any rotations."""
     peft = pytest.importorskip("peft")
@@ -281,7 +280,8 @@ def test_gradient_checkpointing_gives_the_same_model(trainable, flags, llama, da
         torch.testing.assert_close(second[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("flags", [pytest.param(PLANES, marks=pytest.mark.slow), BLOCKS], ids=["planes", "blocks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [PLANES, BLOCKS], ids=["planes", "blocks"])
 def test_bfloat16_trains_float32_weights(flags, llama, data, tmp_path):
     flags = ["--model_name_or_path", llama[0], *flags, "--save_steps", 2]
     exact = train(tmp_path / "float32", data, *flags)

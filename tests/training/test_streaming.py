@@ -112,6 +112,7 @@ def test_workers_share_the_steps(shards):
         images_of(shards, workers=5)
 
 
+@pytest.mark.slow
 def test_a_streamed_run_is_evaluated_and_resumes(shards, validation, tmp_path):
     flags = [
         *build_flags(shards, validation),

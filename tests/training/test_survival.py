@@ -138,7 +138,7 @@ def open_first(path, batch):
     "number, processes, workers",
     [
         pytest.param(signal.SIGTERM, 1, 0, marks=pytest.mark.slow),
-        (signal.SIGINT, 1, 2),
+        pytest.param(signal.SIGINT, 1, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 2, 0, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 2, 0, marks=pytest.mark.slow),
     ],

@@ -281,6 +281,7 @@ def test_a_sweep_trains_only_what_stored_results_lack(swept, sweep_file, files, 
     assert evaluate_sweep.main(other) and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_stored_evaluations_at_further_lengths_are_kept(swept, sweep_file, files):
     """As `language_modeling.py` makes them: no condition of the sweep names them."""
     lines = result_lines.read_results(swept)[:3]

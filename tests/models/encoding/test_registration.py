@@ -177,6 +177,7 @@ def test_wrong_classes_are_refused_when_a_model_is_built(wrong, message):
         del ENCODINGS["wrong"]
 
 
+@pytest.mark.slow
 def test_commands_and_scripts_import_files_by_name(tmp_path, capsys):
     save(tmp_path / "saved")
     shutil.copy(own_rotations.__file__, tmp_path / "own_rotations.py")

@@ -46,7 +46,8 @@ def test_a_patched_model_reloads_the_same_bits(name, kind, tmp_path):
     assert same_bits(outputs(loaded, inputs), outputs(plain, inputs))
 
 
-@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", [True, False])
 def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch):
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))
@@ -97,12 +98,10 @@ def close(found, expected):
 
 
 STEPS = list(itertools.product(("ddp", "fsdp", "fsdp_small"), ("llama", "qwen3"), CONFIGS))
-FAST = [("fsdp_small", "llama", "blocks")]
 
 
-@pytest.mark.parametrize(
-    "kind, name, config", [step if step in FAST else pytest.param(*step, marks=pytest.mark.slow) for step in STEPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, name, config", STEPS)
 def test_two_processes_take_the_step_of_one(kind, name, config, tmp_path):
     model, inputs = build_patched(name, CONFIGS[config])
     check_step_of_two_processes(model, {**inputs, "labels": inputs["input_ids"]}, tmp_path, 1e-5, kind)

@@ -60,9 +60,10 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, config",
-    [("llama", blocks()), *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED)],
+    [("llama", blocks()), *COMPILED],
 )
 def test_compiled_whole_graph_gives_the_same(name, config):
     model, inputs = build_patched(name, config, std=0.1)

@@ -162,7 +162,7 @@ def test_coordinates_of_a_grid_that_need_a_gradient_get_it():
     torch.testing.assert_close(offsets.grad * 2, given.grad, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
+@pytest.mark.parametrize("encoding", ["liere", pytest.param("comrope_ld", marks=pytest.mark.slow)])
 def test_moved_grids_in_a_graph(encoding, fresh_compiler):
     rotary, states = build(encoding), torch.randn(1, HEADS, 6, HEAD_DIM)
     compiled = torch.compile(rotary.rotate, backend="aot_eager", fullgraph=True)
