@@ -571,6 +571,28 @@ def test_losses_of_documents_are_compared_by_their_tokens(tmp_path):
     assert found.made[0].significant and found.made[0].test.difference.mean == pytest.approx(-0.02, abs=0.005)
 
 
+def test_groups_of_examples_are_drawn_together():
+    """Examples that repeat one another within a group, which weighs as much as it has examples."""
+    generator, sizes = np.random.default_rng(5), [10, 40, 20, 30, 15, 25]
+    by_group = {encoding: generator.random((5, 6)) < 0.7 for encoding in ("none", "rope_mixed")}
+    lines = [
+        line(encoding, seed, np.repeat(right, sizes).tolist())
+        for encoding, seeds in by_group.items()
+        for seed, right in enumerate(seeds)
+    ]
+    alone, grouped = (next(iter(result_table.arrange(lines, some).values()))["as trained"] for some in ((), sizes))
+    right = by_group["none"]
+    assert grouped.outcomes.values.shape == (5, 1, 6) and grouped.mean == pytest.approx(alone.mean)
+    assert grouped.by_seed() == pytest.approx(alone.by_seed())
+    # Of a ratio: shares of the groups differ from the mean, and each counts by its size (Cochran 1977, §6.3).
+    shares, mean = right.mean(axis=0), np.average(right.mean(axis=0), weights=sizes)
+    error = math.sqrt(((np.array(sizes) * (shares - mean)) ** 2).sum() / (6 * 5)) / np.mean(sizes)
+    assert grouped.outcomes.error_of_examples() == pytest.approx(error)
+    assert error > 3 * alone.outcomes.error_of_examples()
+    with pytest.raises(ValueError, match="groups: 10, 40 are 50 examples; accepted: sizes of 140 examples"):
+        str(next(iter(result_table.arrange(lines, (10, 40)).values()))["as trained"])
+
+
 def test_the_highest_accuracy_of_all_epochs_is_that_of_figure_4(results, tmp_path):
     """The mean over seeds of the highest, not the highest of the mean."""
     _, lines = results

@@ -4,7 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class Comparison:
 
     def cell(self, table: Table) -> Cell:
         """One with results in the unit of the comparison."""
-        return Cell(next(iter(table[self.row].values())).results, self.metric)
+        return replace(next(iter(table[self.row].values())), of=self.metric)
 
     @property
     def significant(self) -> bool:
@@ -135,7 +135,7 @@ def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
                 # One evaluation under two names.
                 continue
             found.named += 1
-            base, other = (Cell(cell.results, metric) for cell in (base, other))
+            base, other = (replace(cell, of=metric) for cell in (base, other))
             against = base_column if same_models else base_row
             paired_seeds = same_models or sweep.get("paired", False)
             for kind, margin, test in _tests(base, other, found, entry.get("within"), paired_seeds):

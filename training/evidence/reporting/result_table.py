@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,13 @@ class Cell:
 
     Attributes:
         of: the metric, by default the one of [`METRICS`] that tells most.
+        groups: how many examples, one after another, resemble each other, such as the residues of a protein. Groups are
+            drawn then, not single examples. By default each example is one.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
     of: str | None = None
+    groups: tuple[int, ...] = ()
 
     def metric(self) -> str:
         return self.of or max((name for name in METRICS if name in self.results[0]["metrics"]), key=list(METRICS).index)
@@ -98,7 +101,16 @@ class Cell:
         """The outcomes of the examples, if they were stored; their mean is that of the run."""
         metric = self.metric()
         if metric == "eval_accuracy" and result["correct"] is not None:
-            return correct_examples(result)
+            values = correct_examples(result)
+            if not self.groups:
+                return values
+            if sum(self.groups) != len(values):
+                raise InputError(
+                    f"groups: {', '.join(map(str, self.groups))} are {sum(self.groups)} examples; accepted: sizes of "
+                    f"{len(values)} examples."
+                )
+            sizes = np.array(self.groups)
+            return _weigh(np.add.reduceat(values.astype(float), np.cumsum(sizes) - sizes) / sizes, sizes)
         sizes = decode_numbers(result, "sizes") if "sizes" in result else 1.0
         if metric == "eval_accuracy" and "right" in result:
             values = decode_numbers(result, "right") / sizes
@@ -106,10 +118,7 @@ class Cell:
             values = decode_numbers(result, "losses")
         else:
             return None
-        weights = sizes / np.mean(sizes)
-        # Documents weigh as much as they have tokens; linearised, so that the mean of the values is the weighted one.
-        mean = np.mean(weights * values)
-        return mean + weights * (values - mean)
+        return _weigh(values, sizes)
 
     def _error(self) -> float:
         """The standard error due to the choice of examples, from the intervals of the runs."""
@@ -158,13 +167,20 @@ class Cell:
         return "<br>".join(parts)
 
 
+def _weigh(values: np.ndarray, sizes: np.ndarray | float) -> np.ndarray:
+    """Means of documents of so many tokens, or of groups, linearised: their mean is the weighted one."""
+    weights = sizes / np.mean(sizes)
+    mean = np.mean(weights * values)
+    return mean + weights * (values - mean)
+
+
 # Rows by the names of settings, columns by those of conditions.
 Table = dict[str, dict[str, Cell]]
 
 
-def arrange(results: list[dict[str, Any]]) -> Table:
+def arrange(results: list[dict[str, Any]], groups: Iterable[int] = ()) -> Table:
     """Cells by the names of settings and of conditions, in the order of the results. Seeds share a cell."""
-    table: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(Cell))
+    table: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(partial(Cell, groups=tuple(groups))))
     shown = distinguishing_settings([result["settings"] for result in results], results[0]["script"])
     for result in results:
         table[method(result["settings"], result["script"], shown)][condition(result["condition"])].results.append(

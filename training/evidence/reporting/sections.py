@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from training.evidence.reporting.result_table import (
     AS_TRAINED,
     MANY_SEEDS,
     QUANTILE,
-    Cell,
     Table,
     arrange,
     common_settings,
@@ -69,7 +68,8 @@ class Section:
     @classmethod
     def read(cls, path: Path, results: list[dict[str, Any]], papers: dict[str, Any]) -> "Section":
         """The section on the sweep whose results are in `path`."""
-        sweep, table = _sweep(path, results), arrange(results)
+        sweep = _sweep(path, results)
+        table = arrange(results, sweep.get("groups", ()))
         common = common_settings(table)
         names = reader_names(table, sweep.get("labels", {}), common)
         paper = {
@@ -282,7 +282,8 @@ def _reach_of_examples(table: Table) -> str:
         return ""
     shown = {"eval_accuracy": f"{100 * reach:.1f} points", "eval_perplexity": f"{100 * np.expm1(reach):.0f}%"}
     moved = shown.get(cells[0].metric(), f"{reach:.3f}")
-    return f" Other test examples alone would move a figure by up to ±{moved}, in 95 of 100 draws."
+    drawn = f"{len(cells[0].groups)} other groups of test examples" if cells[0].groups else "Other test examples"
+    return f" {drawn} alone would move a figure by up to ±{moved}, in 95 of 100 draws."
 
 
 def _count(number: float, noun: str) -> str:
@@ -383,7 +384,7 @@ def _further_metric(
 ) -> Part | None:
     header, rows, means = ["", title, *(["paper"] if papers else [])], [], {}
     for row, cells in table.items():
-        cell = Cell(next(iter(cells.values())).results, metric)
+        cell = replace(next(iter(cells.values())), of=metric)
         if cell.has(metric):
             means[row] = cell.mean
             rows.append([row, str(cell), *([str(papers.get(row, "–"))] if papers else [])])

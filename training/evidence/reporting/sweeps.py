@@ -36,7 +36,7 @@ SCRIPTS = (
 )
 SWEEP_KEYS = (
     *("script", "recipe", "train", "evaluate", "report", "compare"),
-    *("chance", "solved_at", "paired", "after", "mini", "title"),
+    *("chance", "solved_at", "paired", "groups", "after", "mini", "title"),
 )
 # Settings of the models that a comparison or a condition applies to.
 ROWS = "rows"
