@@ -51,13 +51,13 @@ means if there are fewer than ten.
 
 **With fewer than five seeds** there are neither intervals nor tests, and the tables are folded.
 
-**From five seeds on**, intervals are 95% and resample seeds, then draws of an offset if there are five, then examples.
-They estimate the effect of other seeds and other examples. Tests are t-tests that contain the variances of all three
-(Welch's degrees of freedom). Where models of one seed start with equal outputs and see the same batches, the file of
-the sweep says `paired`, and seeds are compared in pairs. It also names the comparisons that are tested, and says in a
-comment which of them were named after the runs. "Holm" is p corrected for the number of distinct tests of the sweep. A
-difference is significant if Holm's p is below 5%. Intervals are not corrected, so one may exclude 0 where the
-difference is not significant. Baselines at chance are left out.
+**From five seeds on**, intervals are 95% and resample seeds, then draws of an offset if there are five, then examples,
+or the groups of examples that the file of the sweep names. They estimate the effect of other seeds and other examples.
+Tests are t-tests that contain the variances of all three (Welch's degrees of freedom). Where models of one seed start
+with equal outputs and see the same batches, the file of the sweep says `paired`, and seeds are compared in pairs. It
+also names the comparisons that are tested, and says in a comment which of them were named after the runs. "Holm" is p
+corrected for the number of distinct tests of the sweep. A difference is significant if Holm's p is below 5%. Intervals
+are not corrected, so one may exclude 0 where the difference is not significant. Baselines at chance are left out.
 
 **For some tasks the report also counts the runs that reach an accuracy**, which the files of their sweeps name. Runs
 may end anywhere below it. Evaluated as in training, the shares of seeds, with the intervals of Clopper and Pearson, and
