@@ -17,7 +17,7 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: check-wheel demo dist docs gpu kernels-folder lint test test-all test-slow test-oldest test-newest wheels release-check space format clean
+.PHONY: check-wheel demo dist docs extras gpu kernels-folder lint test test-all test-slow test-oldest test-newest wheels release-check space format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -45,12 +45,13 @@ lint: $(READY)
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --durations 25 --durations-min 2
 
-test-slow: $(READY)
+extras: $(READY)
 	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"
+
+test-slow: extras
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
-test-all: lint
-	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"
+test-all: lint extras
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) test-oldest test-newest
 
