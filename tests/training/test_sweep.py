@@ -318,6 +318,19 @@ def test_seeds_replace_those_of_the_sweep(tmp_path, capsys):
         flags("dinov3", 5)
 
 
+@pytest.mark.parametrize("mini", [False, True])
+def test_every_run_has_a_folder_of_its_own(mini):
+    """File systems take names of 255 bytes."""
+    for path in (ROOT / "training" / "evidence" / "sweeps").glob("*.yaml"):
+        runs = [
+            {name: value for name, value in settings.items() if name != "model_name_or_path"}
+            for settings in sweeps.combinations(sweeps.read_sweep(path, mini).get("train", []))
+        ]
+        different = [settings for at, settings in enumerate(runs) if settings not in runs[:at]]
+        names = [sweeps.slug(settings) for settings in different]
+        assert len(set(names)) == len(different) and max(len(name.encode()) for name in names) <= 255, path.name
+
+
 @pytest.mark.slow
 def test_processes_that_finish_at_once_leave_a_whole_file(tmp_path):
     code = (

@@ -1,5 +1,6 @@
 """Sweeps: reading their files, making their runs, and collecting results."""
 
+import hashlib
 import importlib
 import itertools
 import json
@@ -45,6 +46,8 @@ LABEL = "label"
 # The setting that names the folder of the models that a run starts from.
 FROM = "model_name_or_path"
 COMPARE_KEYS = ("against", "against_condition", ROWS, "beside", "under", "metric", "within")
+# Of a run's folder. File systems take 255 bytes.
+LONGEST_NAME = 200
 # The Trainer's name.
 METRICS_FILE = "eval_results.json"
 # Additional tables in the reports of some sweeps.
@@ -155,8 +158,12 @@ def is_one_of(settings: dict[str, Any], entry: dict[str, Any]) -> bool:
 
 
 def slug(settings: dict[str, Any]) -> str:
-    """The name of a run's folder. The source of the weights is only among its flags."""
-    return ",".join(f"{name}={value}" for name, value in settings.items() if name != FROM)
+    """The name of a run's folder, without the source of its weights. Of a long name, its hash and its end."""
+    name = ",".join(f"{name}={value}" for name, value in settings.items() if name != FROM)
+    if len(name.encode()) <= LONGEST_NAME:
+        return name
+    # The last settings are those that differ most.
+    return hashlib.sha256(name.encode()).hexdigest()[:16] + "," + name[-LONGEST_NAME:].partition(",")[2]
 
 
 @dataclass(frozen=True)
