@@ -19,8 +19,8 @@ from training.evidence.reporting.result_table import AS_TRAINED, LOWER_IS_BETTER
 
 # Rows that a sentence names before it gives their number, and tests without a result that it names.
 MOST_LISTED, MOST_OPEN = 4, 2
-# Sentences on significant differences in a row of the summary.
-MOST_SUMMARISED = 3
+# Characters of the sentences on significant differences in a row of the summary, of which it has one at least.
+LONGEST_SUMMARY = 400
 # How a setting begins that names the start of an encoding.
 START = "rotary_init "
 # Each row with its name in sentences.
@@ -52,8 +52,11 @@ def summarise(found: Comparisons, table: Table) -> str:
         if some[0].kind == "mean":
             sentences += filter(None, [_means([one for one in some if one.significant], found, table, names)])
     counted = f"{found.significant or 'None'} of {found.distinct} test{'' if found.distinct == 1 else 's'}."
-    more = ["More below."] if len(sentences) > MOST_SUMMARISED else []
-    return " ".join([counted, *sentences[:MOST_SUMMARISED], *more])
+    shown = [
+        one for end, one in enumerate(sentences, 1) if end == 1 or len(" ".join(sentences[:end])) <= LONGEST_SUMMARY
+    ]
+    more = ["More below."] if len(shown) < len(sentences) else []
+    return " ".join([counted, *shown, *more])
 
 
 def _numbers_of_seeds(table: Table) -> list[int]:
