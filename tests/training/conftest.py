@@ -1,0 +1,1 @@
+from report_lines import results  # noqa: F401 (a fixture)
