@@ -368,11 +368,11 @@ def test_small_recipes_run_to_their_results(name, run_mini):
 def test_sweeps_name_models_that_exist(path, mini, tmp_path):
     """Every combination of settings makes a model, and every condition is one that the script accepts for it."""
     sweep = sweeps.read_sweep(path, mini)
-    classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
     # Seeds differ in nothing that is read here.
     found = {str({**settings, "seed": 0}): settings for settings in sweeps.combinations(sweep["train"])}
     for settings in found.values():
         run = sweeps.Run(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused"))
+        classes = importlib.import_module(f"training.{run.script}").ARGUMENT_CLASSES
         if sweep["script"] in ("clip_finetuning", "language_modeling"):
             patch_args = vars(parse_arguments(run.flags, classes)[1])
             if patch_args["position_encoding"] != "none":

@@ -8,6 +8,7 @@ import networkx
 import numpy as np
 import pytest
 import torch
+import yaml
 from checkout import ROOT
 from scipy.spatial.transform import Rotation
 from structures import RESIDUES, atom, is_clockwise, write_centres, write_chains
@@ -17,7 +18,7 @@ from hf_liere.errors import InputError
 from training import token_classification
 from training.data import frames, handedness, molecules, proteins
 from training.data.tokens import TokenDataArguments, load_tokens
-from training.evidence import carbon_centres, e3nn_peer
+from training.evidence import carbon_centres, e3nn_peer, evaluate_sweep
 from training.evidence.reporting.result_lines import read_results
 
 
@@ -362,21 +363,16 @@ def test_carbon_centres_without_biotite(monkeypatch, tmp_path):
 
 
 def test_the_peer_of_e3nn_sees_relative_poses_alone(tmp_path):
-    """And its runs end in results like those of sweeps."""
+    """And it is a model of sweeps."""
     pytest.importorskip("e3nn", reason="e3nn is not installed")
     write_chains(tmp_path / "chains")
-    given = [
-        str(ROOT / "training" / "recipes" / "proteins_mini.yaml"),
-        "--structures",
-        str(tmp_path / "chains"),
-        *SMALL,
-    ]
-    given += ["--channels", "4", "--output_dir", str(tmp_path / "runs"), "--seeds", "2"]
-    results = read_results(e3nn_peer.run_seeds(given))
-    assert [line["settings"] for line in results] == [{"seed": 0}, {"seed": 1}]
+    axes = [[{"seed": 0}], [{"block_size": 3}, {"script": "evidence.e3nn_peer", "channels": 4, "max_radius": 2.0}]]
+    sweep = {"script": "token_classification", "recipe": "proteins_mini", "train": axes}
+    (tmp_path / "peer.yaml").write_text(yaml.safe_dump(sweep))
+    given = ["--structures", str(tmp_path / "chains"), *SMALL, "--output_dir", str(tmp_path / "runs")]
+    results = read_results(evaluate_sweep.main([str(tmp_path / "peer.yaml"), *given]))
+    assert [line["script"] for line in results] == ["token_classification", "evidence.e3nn_peer"]
     assert {line["metrics"]["eval_samples"] for line in results} == {RESIDUES}
-    # Finished runs are not repeated.
-    assert read_results(e3nn_peer.run_seeds(given)) == results
     columns = [proteins.protein_columns(str(tmp_path / "chains"), "validation", 6, angle) for angle in (0, 180)]
     features = torch.tensor(columns[0]["features"]).double()
     torch.manual_seed(0)

@@ -416,6 +416,10 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
         evaluate_sweep.main(["nothing.yaml", "--output_dir", str(tmp_path)])
     for content, message in (
         ({"script": "x", "recipe": "y", "train": []}, "script 'x'; accepted: image_classification"),
+        (
+            {"script": "image_classification", "recipe": "y", "train": [[{"script": "x"}]]},
+            "script 'x'; accepted: image_classification",
+        ),
         ({"script": "image_classification", "recipe": "y"}, "contains script, recipe; accepted: script, recipe, train"),
         (
             {"script": "image_classification", "recipe": "y", "train": [], "compare": [{"rows": []}]},

@@ -1,20 +1,16 @@
-"""Trains an equivariant network of e3nn on the tasks on real structures, beside the models of their sweeps.
+"""Trains an equivariant network of e3nn on the tasks on real structures.
 
-It has the data, batches, schedule and results of `token_classification.py`, and the message passing of e3nn's own
-models (`e3nn.nn.models.v2106`) between all tokens of a sample, with the axes of their frames as vectors. Flags of the
-recipe that belong to other models are ignored. By default it has about as many parameters as the models of the sweeps.
-e3nn's own 50 channels, degree 2 and three layers are `--channels 50 --degree 2 --layers 3`. The learning rate below is
-that of e3nn's examples:
+It has the flags, data, batches, schedule and results of `token_classification.py`, and the message passing of e3nn's
+own models (`e3nn.nn.models.v2106`) between all tokens of a sample, with the axes of their frames as vectors. Flags of
+other models are ignored. By default it has about as many parameters as the models of the sweeps. e3nn's own 50
+channels, degree 2 and three layers are `--channels 50 --degree 2 --layers 3`. Sweeps name it as the `script` of a
+model, and 0.01 is the learning rate of e3nn's examples:
 
     pip install e3nn
     python training/evidence/e3nn_peer.py training/recipes/proteins_mini.yaml --structures DSSP --max_radius 2 \
-        --learning_rate 1e-2 --seeds 5 --output_dir outputs/e3nn
-
-All other flags are passed to every run. Results are json lines in output_dir/proteins_e3nn.jsonl, as those of
-evaluate_sweep.py. An interrupted run resumes when started again.
+        --learning_rate 1e-2 --output_dir outputs/e3nn
 """
 
-import argparse
 import itertools
 import sys
 from dataclasses import dataclass
@@ -30,12 +26,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from hf_liere.errors import InputError
 from training.common.arguments import RunArguments, TokensModelArguments, flag, require_numbers
 from training.common.command_line import parse_arguments
-from training.common.records import describe_examples, remove_private
+from training.common.records import describe_examples
 from training.data.tokens import POSES, TokenDataArguments, TokenExamples, load_tokens, token_collator
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
-from training.evidence.reporting.result_lines import write_results
-from training.evidence.reporting.sweeps import Run
 
 
 # Functions of distances and neurons that make weights of them, as in e3nn's own models.
@@ -142,25 +136,5 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     return run(trainer, checkpoint, model_args.model_name_or_path, None, described)
 
 
-def run_seeds(arguments: list[str]) -> Path:
-    """All runs; returns the file of their results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="train with seeds 0 … N − 1")
-    given, passed = parser.parse_known_args(arguments)
-    name = f"{given.recipe.stem.removesuffix('_mini')}_e3nn"
-    sweep = {"script": "evidence.e3nn_peer", "recipe": str(given.recipe)}
-    runs = [Run(sweep, {"seed": seed}, passed, given.output_dir / name) for seed in range(given.seeds)]
-    results, file = [], given.output_dir / f"{name}.jsonl"
-    for one in runs:
-        one.train_and_evaluate()
-        results += [{**result, "command": remove_private(arguments)} for result in one.read(name)]
-        write_results(file, results)
-    return file
-
-
 if __name__ == "__main__":
-    start(lambda: print(f"Results: {run_seeds(sys.argv[1:])}"))
+    start(main)

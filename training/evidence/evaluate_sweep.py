@@ -14,13 +14,14 @@ several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--stored` 
 those in `results/`, whose runs are not repeated: only seeds and settings that they lack are trained. `--seeds 20`
 trains seeds 0 … 19 of every model. `--dry_run` only lists the runs.
 
-A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
-`evaluate` lists of conditions, all of whose combinations are evaluated; a condition with `rows` only for models with
-some of these settings. `report` names further tables: the `peak` over the epochs, `losses`, COCO's average
-`precisions`, and the `balanced` accuracy of two classes. `compare`, `chance`, `solved_at`, `paired` and `groups` say
-what the report tests (training/README.md); `title` names the sweep, and `label` in an entry of `train` its settings,
-for readers of reports and pictures. `after` names a sweep that is run first, in a folder of that name in output_dir;
-`model_name_or_path` then names folders in there. `mini` replaces any of these for a small computer.
+A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, by
+another script if `script` is among them, and `evaluate` lists of conditions, all of whose combinations are evaluated; a
+condition with `rows` only for models with some of these settings. `report` names further tables: the `peak` over the
+epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `compare`, `chance`,
+`solved_at`, `paired` and `groups` say what the report tests (training/README.md); `title` names the sweep, and `label`
+in an entry of `train` its settings, for readers of reports and pictures. `after` names a sweep that is run first, in a
+folder of that name in output_dir; `model_name_or_path` then names folders in there. `mini` replaces any of these for a
+small computer.
 """
 
 import argparse

@@ -297,10 +297,7 @@ def _is_mini(result: dict[str, Any]) -> bool:
 def _command(folder: str, result: dict[str, Any]) -> str:
     """The command that ran the sweep. Files outside the repository are named without their folders."""
     if "command" in result:
-        # Models of other packages have scripts of their own in training/evidence, which are the runs' scripts too.
-        script = result["script"] if result["script"].startswith("evidence.") else "evidence.evaluate_sweep"
-        path = f"training/{script.replace('.', '/')}.py"
-        return f"    {shlex.join(['python', path, *result['command']])}"
+        return f"    {shlex.join(['python', 'training/evidence/evaluate_sweep.py', *result['command']])}"
     # Older results lack the command. The passed flags are between the recipe and the flags of the sweep, two words for
     # every setting and for do_eval.
     passed = result["flags"][1 : -2 * (len(result["settings"]) + 1)]

@@ -33,7 +33,7 @@ from training.evidence.reporting.result_table import Labels, identity
 TRAINING = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
-    *("clip_finetuning", "language_modeling"),
+    *("clip_finetuning", "language_modeling", "evidence.e3nn_peer"),
 )
 SWEEP_KEYS = (
     *("script", "recipe", "train", "evaluate", "report", "compare"),
@@ -45,6 +45,8 @@ ROWS = "rows"
 LABEL = "label"
 # The setting that names the folder of the models that a run starts from.
 FROM = "model_name_or_path"
+# Of the sweep, or a setting of some of its models.
+SCRIPT = "script"
 COMPARE_KEYS = ("against", "against_condition", ROWS, "beside", "under", "metric", "within")
 # Of a run's folder. File systems take 255 bytes.
 LONGEST_NAME = 200
@@ -76,8 +78,10 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     wrong = set(sweep) - set(SWEEP_KEYS)
     if wrong or not {"script", "recipe", "train"} <= set(sweep):
         raise InputError(f"{path.name} contains {', '.join(sweep)}; accepted: {', '.join(SWEEP_KEYS)}.")
-    if sweep["script"] not in SCRIPTS:
-        raise InputError(f"{path.name}: script {sweep['script']!r}; accepted: {', '.join(SCRIPTS)}.")
+    scripts = [entry[SCRIPT] for axis in sweep["train"] for entry in axis if SCRIPT in entry]
+    for script in (sweep[SCRIPT], *scripts):
+        if script not in SCRIPTS:
+            raise InputError(f"{path.name}: script {script!r}; accepted: {', '.join(SCRIPTS)}.")
     unknown = set(sweep.get("report", [])) - set(REPORT_TABLES)
     if unknown:
         raise InputError(f"{path.name}: report {', '.join(unknown)}; accepted: {', '.join(REPORT_TABLES)}.")
@@ -197,15 +201,20 @@ class Run:
 
     @property
     def flags(self) -> list[str]:
-        settings, recipe = self.settings, Path(self.sweep["recipe"])
+        recipe = Path(self.sweep["recipe"])
+        settings = {name: value for name, value in self.settings.items() if name != SCRIPT}
         if "after" in self.sweep:
             settings = {**settings, FROM: str(self.output_dir / self.sweep["after"] / settings[FROM])}
         recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
         return [str(recipe), *self.passed, *to_flags({**settings, "do_eval": True}, self._script.ARGUMENT_CLASSES)]
 
     @property
+    def script(self) -> str:
+        return self.settings.get(SCRIPT, self.sweep[SCRIPT])
+
+    @property
     def _script(self) -> ModuleType:
-        return importlib.import_module(f"training.{self.sweep['script']}")
+        return importlib.import_module(f"training.{self.script}")
 
     def _folder(self, condition: dict[str, Any]) -> Path:
         """The folder of an evaluation; without a condition, that of the training too."""
@@ -243,7 +252,7 @@ class Run:
         model = _model_folder(folder)
         shared = {
             "sweep": name,
-            "script": self.sweep["script"],
+            "script": self.script,
             "settings": self.settings,
             "flags": flags,
             "run": _read(model / CONFIG_FILE),
