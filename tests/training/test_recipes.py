@@ -372,7 +372,7 @@ def test_sweeps_name_models_that_exist(path, mini, tmp_path):
     found = {str({**settings, "seed": 0}): settings for settings in sweeps.combinations(sweep["train"])}
     for settings in found.values():
         run = sweeps.Run(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"], Path("unused"))
-        classes = importlib.import_module(f"training.{run.script}").ARGUMENT_CLASSES
+        classes = run.module.ARGUMENT_CLASSES
         if sweep["script"] in ("clip_finetuning", "language_modeling"):
             patch_args = vars(parse_arguments(run.flags, classes)[1])
             if patch_args["position_encoding"] != "none":

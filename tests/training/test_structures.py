@@ -362,6 +362,14 @@ def test_carbon_centres_without_biotite(monkeypatch, tmp_path):
         carbon_centres.main([str(tmp_path / "a.npz")])
 
 
+def test_a_sweep_misses_packages_before_it_trains(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "e3nn", None)
+    sweep = str(ROOT / "training" / "evidence" / "sweeps" / "proteins.yaml")
+    with pytest.raises(InputError, match="script=evidence.e3nn_peer.* needs e3nn; accepted: pip install e3nn"):
+        evaluate_sweep.main([sweep, "--mini", "--structures", str(tmp_path), "--output_dir", str(tmp_path / "runs")])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_the_peer_of_e3nn_sees_relative_poses_alone(tmp_path):
     """And it is a model of sweeps."""
     pytest.importorskip("e3nn", reason="e3nn is not installed")
@@ -373,6 +381,8 @@ def test_the_peer_of_e3nn_sees_relative_poses_alone(tmp_path):
     results = read_results(evaluate_sweep.main([str(tmp_path / "peer.yaml"), *given]))
     assert [line["script"] for line in results] == ["token_classification", "evidence.e3nn_peer"]
     assert {line["metrics"]["eval_samples"] for line in results} == {RESIDUES}
+    # Finished runs are not repeated.
+    assert read_results(evaluate_sweep.main([str(tmp_path / "peer.yaml"), *given])) == results
     columns = [proteins.protein_columns(str(tmp_path / "chains"), "validation", 6, angle) for angle in (0, 180)]
     features = torch.tensor(columns[0]["features"]).double()
     torch.manual_seed(0)

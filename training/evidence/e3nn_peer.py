@@ -32,6 +32,8 @@ from training.engine.runs import prepare_output_dir, run, start
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
+# Sweeps look for these packages before they train any model.
+REQUIRES = ("e3nn",)
 # Functions of distances and neurons that make weights of them, as in e3nn's own models.
 DISTANCES, NEURONS = 10, 100
 

@@ -41,7 +41,15 @@ from training.common.arguments import launched_on_cpus
 from training.common.records import remove_private
 from training.engine.runs import start
 from training.evidence.reporting.result_lines import read_results, write_results
-from training.evidence.reporting.sweeps import TRAINING, Run, combinations, read_sweep, slug, with_seeds
+from training.evidence.reporting.sweeps import (
+    TRAINING,
+    Run,
+    combinations,
+    read_sweep,
+    require_packages,
+    slug,
+    with_seeds,
+)
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -96,6 +104,7 @@ def run_sweep(given: argparse.Namespace, passed: list[str], file: Path, output_d
         for run in mine:
             print(" ".join(run.flags), f"  # evaluated under {len(run.conditions)} conditions")
         return output_dir
+    require_packages(mine)
     results_file = output_dir / f"{file.stem}.jsonl"
     if PartialState().is_main_process and file.resolve().parent != TRAINING / "evidence" / "sweeps":
         # The report reads what a file of the user's compares.

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import importlib.util
 import itertools
 import json
 import re
@@ -206,14 +207,14 @@ class Run:
         if "after" in self.sweep:
             settings = {**settings, FROM: str(self.output_dir / self.sweep["after"] / settings[FROM])}
         recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
-        return [str(recipe), *self.passed, *to_flags({**settings, "do_eval": True}, self._script.ARGUMENT_CLASSES)]
+        return [str(recipe), *self.passed, *to_flags({**settings, "do_eval": True}, self.module.ARGUMENT_CLASSES)]
 
     @property
     def script(self) -> str:
         return self.settings.get(SCRIPT, self.sweep[SCRIPT])
 
     @property
-    def _script(self) -> ModuleType:
+    def module(self) -> ModuleType:
         return importlib.import_module(f"training.{self.script}")
 
     def _folder(self, condition: dict[str, Any]) -> Path:
@@ -230,16 +231,16 @@ class Run:
         folder, flags = self._folder({}), self.flags
         go_on = _remaining_flags(folder, flags)
         if go_on is not None:
-            self._script.main([*flags, "--output_dir", str(folder), *go_on])
+            self.module.main([*flags, "--output_dir", str(folder), *go_on])
         if (_model_folder(folder) / RESOLUTIONS_FILE).is_file():
             return
         for condition in filter(None, self.conditions):
             place = self._folder(condition)
-            changed = to_flags({**condition, "do_train": False}, self._script.ARGUMENT_CLASSES)
+            changed = to_flags({**condition, "do_train": False}, self.module.ARGUMENT_CLASSES)
             evaluation = [*flags, *changed, "--output_dir", str(place)]
             go_on = _remaining_flags(place, evaluation)
             if go_on is not None:
-                self._script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
+                self.module.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """
@@ -281,6 +282,17 @@ class Run:
         found = [line for line in lines if line["flags"] == flags]
         measured = [line["condition"] for line in found]
         return found if all(condition in measured for condition in self.conditions) else []
+
+
+def require_packages(runs: list[Run]) -> None:
+    """
+    Raises:
+        InputError: if a package is missing that the script of a run `REQUIRES`.
+    """
+    for run in runs:
+        for name in getattr(run.module, "REQUIRES", ()):
+            if importlib.util.find_spec(name) is None:
+                raise InputError(f"{slug(run.settings)} needs {name}; accepted: pip install {name}.")
 
 
 def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
