@@ -31,8 +31,6 @@ def test_every_figure_of_the_papers_has_its_row():
 RESULTS = ROOT / "training" / "evidence" / "results"
 # Sections with few seeds that stay although their missing seeds take long, with what rests on them.
 KEPT = {"cifar10: rotate_prefix": "the default of rotate_prefix"}
-# Archived sections whose missing seeds take minutes on the GPU that ran them, and hours on a CPU.
-BEGUN = {"arrows: arrows_sizes"}
 
 
 def stored(folder):
@@ -49,7 +47,7 @@ def test_the_report_and_its_archive_follow_the_rule():
     assert all(one.missing_hours <= 0.5 or one.name in KEPT for one in few)
     quoted = "".join((ROOT / page).read_text() for page in ("README.md", "docs/choosing.md"))
     for one in archived:
-        assert one.few_seeds and (one.missing_hours > 0.5 or one.name in BEGUN) and one.name not in KEPT
+        assert one.few_seeds and one.missing_hours > 0.5 and one.name not in KEPT
         assert f"archive/report.md#{one.anchor}" not in quoted
 
 

@@ -95,7 +95,11 @@ def plot_differences(found: Comparisons, table: Table, title: str, path: Path) -
     made = tested_models(found, table)
     names, cell = names_in_prose(table), made[0].cell(table)
     pairs, columns = ([*dict.fromkeys(some)] for some in zip(*(((one.row, one.against), one.column) for one in made)))
-    figure, axes = pyplot.subplots(figsize=(7, 1.6 + 0.2 * (1 + len(columns)) * len(pairs)), layout="constrained")
+    bases = list(dict.fromkeys(names[against] for _, against in pairs))
+    told = [_pair(names[row], names[against]) if len(bases) > 1 else names[row] for row, against in pairs]
+    told = [textwrap.fill(words, ROW_WIDTH) for words in told]
+    height = max(0.2 * (1 + len(columns)), 0.18 * max(1 + words.count("\n") for words in told))
+    figure, axes = pyplot.subplots(figsize=(7, 1.6 + height * len(pairs)), layout="constrained")
     axes.axvline(0, color="#555555", linestyle=":", linewidth=1.2)
     for one in made:
         index = columns.index(one.column)
@@ -110,9 +114,7 @@ def plot_differences(found: Comparisons, table: Table, title: str, path: Path) -
         reach = [[mean - low], [high - mean]]
         axes.errorbar(mean, place, xerr=reach, label=one.column, capsize=2.5, markersize=5, linewidth=1.2, **style)
         axes.plot(seeds, [place] * len(seeds), **style | {"marker": "o"}, markerfacecolor="none", markersize=3)
-    bases = list(dict.fromkeys(names[against] for _, against in pairs))
-    told = [names[row] + (f" against {names[against]}" if len(bases) > 1 else "") for row, against in pairs]
-    axes.set_yticks(range(len(pairs)), [textwrap.fill(row, ROW_WIDTH) for row in told])
+    axes.set_yticks(range(len(pairs)), told)
     axes.set_ylim(len(pairs) - 0.5, -0.5)
     unit = "points" if cell.metric() == "eval_accuracy" else "%"
     axes.set_xlabel(f"difference of {METRICS[cell.metric()]}{f' from {bases[0]}' if len(bases) == 1 else ''} ({unit})")
@@ -122,6 +124,12 @@ def plot_differences(found: Comparisons, table: Table, title: str, path: Path) -
         handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
         figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=3)
     _save(figure, title, path)
+
+
+def _pair(row: str, against: str) -> str:
+    """Both names. What they have in parentheses is said once if it is the same."""
+    shared = row.partition(" (")[2] == against.partition(" (")[2]
+    return f"{row.partition(' (')[0] if shared else row} against {against}"
 
 
 def tested_models(found: Comparisons, table: Table) -> list[Comparison]:

@@ -113,7 +113,8 @@ class Section:
     @property
     def title_of_picture(self) -> str:
         examples = f"{self.results[0]['metrics']['eval_samples']:,} test examples"
-        return f"{self.title}\n{self.folder}: {_seeds(self.numbers_of_seeds)}, {_duration(self.results[0])}, {examples}"
+        lengths = " or ".join(_lengths(self.results))
+        return f"{self.title}\n{self.folder}: {_seeds(self.numbers_of_seeds)}, {lengths}, {examples}"
 
     def draw(self, path: Path) -> None:
         """Differences where tests compare seeds or documents in pairs, else the results."""
@@ -234,14 +235,17 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
     if isinstance(tower := model.get("vision_config"), str):
         model = json.loads(tower)
     size = f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels"
-    examples = "" if training.get("max_steps", -1) > 0 else f" of {round(train_examples(first)):,} examples"
+    lengths = [
+        words + (f" of {round(examples):,} examples" if examples else "")
+        for words, examples in _lengths(results).items()
+    ]
     processes = first["environment"].get("world_size", 1)
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
     parts = [
         model.get("model_name_or_path") or size,
         *common,
-        f"{_duration(first)}{examples} in batches of {batch}",
+        f"{' or '.join(lengths)} in batches of {batch}",
         f"seed{'s' * (len(seeds) > 1)} {_ranges(seeds)}",
         f"evaluated on {first['metrics']['eval_samples']:,} examples",
         _machine([result["environment"] for result in results]),
@@ -249,10 +253,14 @@ def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> st
     return f"Ours: {'; '.join(parts)}.{_reach_of_examples(table)}"
 
 
-def _duration(result: dict[str, Any]) -> str:
-    """The length of the training; its flags may limit the steps instead of the epochs."""
-    steps = result["run"].get("training", {}).get("max_steps", -1)
-    return _count(steps, "step") if steps > 0 else _count(num_epochs(result), "epoch")
+def _lengths(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Examples by the length of the training. Flags may limit the steps instead of the epochs."""
+    lengths: dict[str, float] = {}
+    for result in [result for result in results if train_examples(result)] or results[:1]:
+        steps = result["run"].get("training", {}).get("max_steps", -1)
+        words = _count(steps, "step") if steps > 0 else _count(num_epochs(result), "epoch")
+        lengths.setdefault(words, 0 if steps > 0 else train_examples(result))
+    return lengths
 
 
 def _machine(environments: list[dict[str, Any]]) -> str:
