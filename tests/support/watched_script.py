@@ -8,6 +8,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from torch import distributed
+
 from training.engine.runs import start
 
 
@@ -17,13 +19,15 @@ def count_threads() -> int:
 
 
 def run(name: str) -> None:
-    script, counts = importlib.import_module(f"training.{name}"), []
+    script, counts, functions = importlib.import_module(f"training.{name}"), [], []
 
     def main() -> None:
         try:
             script.main()
         finally:
             counts.append(count_threads())
+            # As those of a module that is imported while there is a group.
+            functions.append(lambda group=distributed.group.WORLD: group)
 
     try:
         start(main)

@@ -6,18 +6,15 @@ lock. A thread that asks for the lock while Python shuts down is ended by Python
 C++ destructor, and the process aborts: "terminate called without an active exception". The threads end when the group
 is deleted. `destroy_process_group` only drops torch's references to it; these remain:
 
-- Functions of `torch.distributed.nn.functional` have the group as a default argument if that module is imported
-  while the group exists, and `DistributedDataParallel` imports it. Here it is imported before.
+- Functions whose module was imported while the group existed may have it as a default argument. Some of
+  `torch.distributed.nn.functional`, which `DistributedDataParallel` imports, and of `deepspeed.comm` do.
 - The model inside `DistributedDataParallel` belongs to cycles, which last until they are collected.
 """
 
 import gc
+from types import FunctionType
 
 from torch import distributed
-
-
-if distributed.is_available():
-    import torch.distributed.nn.functional  # noqa: F401 (before there is a group)
 
 
 def leave_process_group() -> None:
@@ -27,6 +24,13 @@ def leave_process_group() -> None:
     Every process calls it when its collectives are complete and nothing refers to its wrapped models any more. A
     process that fails does not: it could wait for others that are gone.
     """
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
-        gc.collect()
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    group = distributed.group.WORLD
+    distributed.destroy_process_group()
+    for function in gc.get_objects():
+        if type(function) is FunctionType and any(value is group for value in function.__defaults__ or ()):
+            # As if the module had been imported before there was a group.
+            function.__defaults__ = tuple(None if value is group else value for value in function.__defaults__)
+    del group
+    gc.collect()
