@@ -12,6 +12,7 @@ is deleted. `destroy_process_group` only drops torch's references to it; these r
 """
 
 import gc
+import sys
 from types import FunctionType
 
 from torch import distributed
@@ -27,7 +28,9 @@ def leave_process_group() -> None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     group = distributed.group.WORLD
-    distributed.destroy_process_group()
+    # DeepSpeed's function also drops DeepSpeed's own references.
+    used = sys.modules.get("deepspeed.comm")
+    (used if used is not None and used.is_initialized() else distributed).destroy_process_group()
     for function in gc.get_objects():
         if type(function) is FunctionType and any(value is group for value in function.__defaults__ or ()):
             # As if the module had been imported before there was a group.

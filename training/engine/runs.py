@@ -153,6 +153,8 @@ def run(
         published = trainer.push_to_hub()
         if published is not None:
             print(f"Published: {published}")
+    # DeepSpeed's hooks keep the model otherwise, and with it a process group.
+    trainer.accelerator.free_memory()
     return metrics
 
 
