@@ -7,6 +7,7 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from ..fast.closed_forms import cos_sin
+from ..fast.differentiation import in_forward_mode
 from ..fast.dispatch import working_dtype
 from ..rotation.bases import eigenbasis, skew_from_planes
 from ..rotation.exponential import skew, skew_entries
@@ -169,9 +170,9 @@ class ComRoPEAxialPartition(EncodingInBasis):
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
-        """As [`EncodingInBasis.layer_rotations`]; each block is diagonalised once for all tokens."""
-        if self.block_size % 2:
-            return super().layer_rotations(positions, dtype, layers)
+        """As [`EncodingInBasis.layer_rotations`], by one eigenbasis for each block, which has no forward derivative."""
+        if self.block_size % 2 or in_forward_mode():
+            return RotaryEncoding.layer_rotations(self, positions, dtype, layers)
         coordinates = positions.locate().coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]

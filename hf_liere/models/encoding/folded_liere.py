@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..fast.dispatch import values_are_unknown
+from ..fast.dispatch import carry_tangents, values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .grouped_positions import GroupedPositions
@@ -91,7 +91,7 @@ class FoldedLieRE(LieRE):
 
 def _agree(patches: torch.Tensor, place: torch.Tensor) -> bool:
     """Whether patches are at these coordinates, up to float32; while a graph is recorded, whether they are as many."""
-    if patches.shape != place.shape:
+    if patches.shape != place.shape or carry_tangents(patches):
         return False
     return values_are_unknown(patches, place) or (patches - place.to(patches)).abs().max().item() < 1e-5
 

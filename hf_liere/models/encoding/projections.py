@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ..fast.differentiation import in_forward_mode
 from ..rotation.bases import basis_gradients, to_basis
 from ..rotation.grouped_rotation import Rotation
 
@@ -16,7 +17,7 @@ HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 def project(projection: nn.Module, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Query or key projection (B, N, H · D), in the basis of a rotation."""
-    if _obstacle(projection) is None and not _has_global_hooks():
+    if _obstacle(projection) is None and not _has_global_hooks() and not in_forward_mode():
         weight = projection.weight
         if weight.device == hidden_states.device:
             # Cheaper than changing the basis of all tokens.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..fast.differentiation import in_forward_mode
 from ..fast.dispatch import values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from .positions import GridPositions, TokenPositions
@@ -63,7 +64,7 @@ class RotationCache:
             return encoding.layer_rotations(positions, dtype, layers)
         facts = positions.facts
         sources = encoding.sources(facts.device, layers)
-        if values_are_unknown(*sources):
+        if in_forward_mode() or values_are_unknown(*sources):
             return encoding.layer_rotations(positions, dtype, layers)
         # Sources may be computed in another type than that of the parameters, which decides that of rotations.
         types = [encoding.model_dtype, *(parameter.dtype for parameter in encoding.parameters())]

@@ -37,13 +37,14 @@ def match_layout(values: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -
     )
 
 
-def apply_rotation(states: States, rotation: torch.Tensor, inverse: bool = False) -> States:
+def apply_rotation(states: States, rotation: torch.Tensor, inverse: bool = False, portable: bool = False) -> States:
     """States rotated by (1 or B, 1 or H, N, planes, 2) cos and sin, or by (1 or B, 1 or H, N, blocks, b, b)."""
-    if backend := find_backend("apply_rotation", states[0], rotation.shape[-1]):
+    if not portable and (backend := find_backend("apply_rotation", states[0], rotation.shape[-1])):
         return backend.apply_rotation(states, rotation, inverse)
     if rotation.ndim == 5:
-        return rotate_channels(states, rotation * rotation.new_tensor([1.0, -1.0]) if inverse else rotation)
-    if rotation.shape[0] == 1:
+        rotation = rotation * rotation.new_tensor([1.0, -1.0]) if inverse else rotation
+        return rotate_channels(states, rotation, portable)
+    if rotation.shape[0] == 1 and not portable:
         return _multiply_shared_blocks(states, rotation, inverse)
     return multiply_blocks(states, rotation.transpose(-1, -2) if inverse else rotation)
 

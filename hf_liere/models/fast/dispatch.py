@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_map, tree_map_only
 from transformers.utils.generic import maybe_autocast
 
-from .differentiation import differentiable_function
+from .differentiation import carry_tangents, differentiable_function, is_transformed, tensors_in
 
 
 # Copies of this code beside checkpoints register the same operators under other names.
 NAMESPACE = "hf_liere" if __name__.startswith("hf_liere.") else re.sub(r"\W", "_", __name__)
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 # In torch 2.9 `is_exporting()` is also true under torch.compile.
 KNOWS_EXPORT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > (2, 9)
 # Operator → the function that computes it.
@@ -48,7 +51,7 @@ def product_dtype(states: torch.Tensor) -> torch.dtype:
 
 def values_are_unknown(*tensors: torch.Tensor) -> bool:
     """Whether only shapes are known: in a graph, in functions that `torch.func` transforms, on `meta`."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None:
         return True
     return any(tensor.is_meta or not _has_memory(tensor) for tensor in tensors)
 
@@ -134,7 +137,8 @@ def operator(
     """
     Decorator that makes a function the operator `hf_liere::name` of torch: calls run the function, with gradients and
     in graphs. It takes positional arguments, computes in their types with or without autocast, and is called for one
-    element after the other by `torch.func.vmap`.
+    element after the other by `torch.func.vmap`. An argument with a tangent raises `NotImplementedError`: callers ask
+    [`carry_tangents`] and use plain operations.
 
     Args:
         schema: Arguments and results, as `torch.library.custom_op` takes them.
@@ -152,41 +156,46 @@ def operator(
                 return function(*arguments)
 
         def map_elements(info, dims, *arguments):
-            elements = (
-                [_select_element(x, dim, index) for x, dim in zip(arguments, dims)] for index in range(info.batch_size)
-            )
-            results = [custom(*element) for element in elements]
-            if isinstance(results[0], torch.Tensor):
-                return torch.stack(results), 0
-            stacked = [torch.stack(parts) for parts in zip(*results)]
-            return type(results[0])(stacked), type(results[0])(0 for _ in stacked)
+            def call(index: int):
+                return custom(*tree_map(lambda x, dim: x if dim is None else x.select(dim, index), arguments, dims))
+
+            results = tree_map(lambda *parts: torch.stack(parts), *map(call, range(info.batch_size)))
+            return results, tree_map(lambda _: 0, results)
+
+        def map_elements_of_engine(*arguments):
+            # `is_grads_batched` and `jacobian(vectorize=True)` batch in an older way, which fails for lists of tensors.
+            level = torch._C._vmapmode_increment_nesting() - 1
+            torch._C._vmapmode_decrement_nesting()
+            size = max(len(torch._remove_batch_dim(x, level, 1, 0)) for x in tensors_in(arguments))
+            arguments = tree_map_only(torch.Tensor, lambda x: torch._remove_batch_dim(x, level, size, 0), arguments)
+            dims = tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, arguments)
+            return tree_map(lambda x: torch._add_batch_dim(x, 0, level), torch.vmap(direct, dims)(*arguments))
 
         name = function.__name__.strip("_")
         tags = (torch.Tag.cudagraph_unsafe,) if reads_values else ()
         custom = torch.library.custom_op(f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=schema, tags=tags)
         custom.register_fake(fake)
         custom.register_vmap(map_elements)
+        _LIBRARY.impl(name, map_elements_of_engine, "Batched")
         # Profilers see all calls through `torch.ops`.
         direct = getattr(getattr(torch.ops, NAMESPACE), name)
         plain_functions[direct] = function
-        if gradients is None:
-            return direct
-        assert save is not None, "gradients are computed from saved tensors"
-        function_class = differentiable_function(custom, direct, schema, gradients, save)
+        differentiable = direct
+        if gradients is not None:
+            assert save is not None, "gradients are computed from saved tensors"
+            differentiable = differentiable_function(custom, direct, schema, gradients, save).apply
 
         @functools.wraps(function)
-        def differentiable(*arguments):
-            needs_gradient = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
-            return (function_class.apply if needs_gradient and torch.is_grad_enabled() else direct)(*arguments)
+        def call(*arguments):
+            if carry_tangents(*arguments):
+                raise NotImplementedError(
+                    "This derivative of learned rotations does not exist in forward mode (torch.func.jvp, forward_ad): "
+                    "compute rotations, and what is derived from them, inside one jvp or dual_level."
+                )
+            needs_gradient = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments) or is_transformed()
+            return (differentiable if needs_gradient and torch.is_grad_enabled() else direct)(*arguments)
 
-        vars(differentiable)["operator"] = direct
-        return differentiable
+        vars(call)["operator"] = direct
+        return call
 
     return register
-
-
-def _select_element(argument, dim, index: int):
-    """One element of an argument that `vmap` maps over `dim`."""
-    if isinstance(argument, (list, tuple)):
-        return argument if dim is None else [_select_element(x, d, index) for x, d in zip(argument, dim)]
-    return argument if dim is None else argument.select(dim, index)

@@ -3,7 +3,7 @@
 import torch
 
 from .closed_forms import CLOSED_FORMS
-from .dispatch import in_portable_graph, operator, values_are_unknown
+from .dispatch import carry_tangents, in_portable_graph, operator, values_are_unknown
 from .exponential_gradient import ARGUMENTS, block_rotations_backward, ray_tokens
 from .scaling_and_squaring import (
     Rays,
@@ -25,11 +25,11 @@ def exponentiate(
     query_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """[`exponential.layer_block_rotations`], by the fastest way for the size of blocks and the kind of graph."""
-    if (size := generators.shape[-1]) in CLOSED_FORMS:
+    if (size := generators.shape[-1]) in CLOSED_FORMS and not carry_tangents(positions, generators):
         if (rotate := CLOSED_FORMS[size]) is None:
             raise ValueError(f"block_size={size} is not in the code of this checkpoint; install hf_liere.")
         return list(rotate(positions, generators, dtype))
-    if in_portable_graph():
+    if in_portable_graph() or carry_tangents(positions, generators):
         return portable_rotations(positions, generators, dtype)
     grid, num_prefix_tokens, centred = rays or (None, 0, False)
     squarings, saved = _squarings(positions.detach(), generators.detach()), 0

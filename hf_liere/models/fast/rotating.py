@@ -3,8 +3,16 @@
 import torch
 
 from .application import apply_rotation, drop_empty_key, match_layout, restore_empty_key
-from .dispatch import operator
+from .dispatch import carry_tangents, in_portable_graph, operator
 from .rotation_gradients import rotate_backward
+
+
+def rotate(query, key, rotation, generators=None, phases=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, N, D) query and key, rotated by what [`_rotate`] takes; that refuses tangents beside `generators`."""
+    if in_portable_graph() or (generators is None and carry_tangents(query, key, rotation)):
+        rotated = apply_rotation(drop_empty_key(query, key), rotation, portable=True)  # (B, H, N, D) each
+        return restore_empty_key(rotated, key)
+    return _rotate(query, key, rotation, generators, phases, False)
 
 
 def _save_rotated(ctx, inputs, output):
@@ -16,7 +24,7 @@ def _save_rotated(ctx, inputs, output):
 def _states_gradients(ctx, *gradients):
     query, key, *rotation = ctx.saved_tensors
     if query is None:
-        return _rotate.operator(*gradients, *rotation, not ctx.inverse)
+        return _rotate(*gradients, *rotation, not ctx.inverse)
     if ctx.inverse:
         raise NotImplementedError("Inverse rotations have no gradient of the rotation.")
     return rotate_backward(*gradients, query, key, *rotation)

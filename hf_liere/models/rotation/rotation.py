@@ -5,14 +5,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..fast.application import (
-    drop_empty_key,
-    multiply_blocks,
-    restore_empty_key,
-    rotate_channels,
-)
-from ..fast.dispatch import in_portable_graph
-from ..fast.rotating import _rotate
+from ..fast.rotating import rotate
 from .bases import change_basis
 
 
@@ -65,13 +58,8 @@ class PlaneRotation(NamedTuple):
             query, key = self._rotate_planes(query, key, cos_sin)
         return query, key
 
-    def _rotate_planes(
-        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if in_portable_graph():
-            rotated = rotate_channels(drop_empty_key(query, key), cos_sin, portable=True)  # (B, H, N, D) each
-            return restore_empty_key(rotated, key)
-        return _rotate(query, key, cos_sin, self.generators, self.phases, False)
+    def _rotate_planes(self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor):
+        return rotate(query, key, cos_sin, self.generators, self.phases)
 
     def _factors(self) -> tuple[torch.Tensor, ...]:
         """cos and sin of every factor of a product, (1 or B, 1 or H, N, planes, 2) each."""
@@ -168,10 +156,7 @@ class BlockRotation(NamedTuple):
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R(p) q and R(p) k, (B, H, N, D) each."""
-        if in_portable_graph():
-            rotated = multiply_blocks(drop_empty_key(query, key), self.blocks)  # (B, H, N, D) each
-            return restore_empty_key(rotated, key)
-        return _rotate(query, key, self.blocks, None, None, False)
+        return rotate(query, key, self.blocks)
 
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
         return states

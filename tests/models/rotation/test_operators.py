@@ -63,7 +63,7 @@ def test_opcheck_of_applied_blocks(implementation, size, batch, transposed):
     for constant in (blocks, blocks.clone().requires_grad_()):
         torch.library.opcheck(_rotate.operator, (query, key, constant, None, None, False))
     gradients = [states(2, 3, 5, 2 * size + 1) for _ in range(2)]
-    torch.library.opcheck(rotate_backward, (*gradients, query.detach(), key.detach(), blocks, None, None))
+    torch.library.opcheck(rotate_backward.operator, (*gradients, query.detach(), key.detach(), blocks, None, None))
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float32, None), (torch.bfloat16, 4), (torch.float64, 8)])
@@ -77,7 +77,7 @@ def test_opcheck_of_applied_planes(implementation, dtype, size):
     torch.library.opcheck(_rotate.operator, (query, key, cos_sin.requires_grad_(), *others, False))
     gradients = [states(2, 3, 5, 16).to(dtype) for _ in range(2)]
     arguments = (*gradients, query.detach(), key.detach(), cos_sin.detach(), *others)
-    torch.library.opcheck(rotate_backward, [x if x is None else x.detach() for x in arguments])
+    torch.library.opcheck(rotate_backward.operator, [x if x is None else x.detach() for x in arguments])
 
 
 @pytest.mark.parametrize("size", [None, 3, 8])
@@ -119,7 +119,7 @@ def test_opcheck_of_closed_forms(implementation, halves, dtype):
     torch.library.opcheck(quaternions._quaternion_rotations.operator, (*leaves, dtype))
     gradient = torch.randn(3, 5, 4, 2 + halves, 2 + halves, dtype=dtype)
     constant = [leaf.detach() for leaf in leaves]
-    torch.library.opcheck(quaternion_rotations_backward, (*constant, gradient, True))
+    torch.library.opcheck(quaternion_rotations_backward.operator, (*constant, gradient, True))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_opcheck_of_closed_forms(implementation, halves, dtype):
 )
 def test_opcheck_of_exponentials(implementation, size, dtype, is_trained, centred):
     positions, generators, *place, dtype = exponential_arguments(size, dtype, centred)
-    torch.library.opcheck(exponentials._squarings, (positions, generators.detach()))
+    torch.library.opcheck(exponentials._squarings.operator, (positions, generators.detach()))
     squarings = exponentials._squarings(positions, generators.detach())
     of_rays = squarings[Rays((3, 4), 1, centred).tokens().indices[:, 0]]
     saved = int(num_saved(of_rays).sum()) if is_trained else 0
@@ -142,7 +142,7 @@ def test_opcheck_of_exponentials(implementation, size, dtype, is_trained, centre
     results = [result.detach() for result in exponentials._block_rotations(*arguments)]
     gradients = [torch.randn(13, 2, size, size, dtype=dtype) for _ in range(3)]
     arguments = positions, generators.detach(), squarings, *place, results, gradients, False
-    torch.library.opcheck(block_rotations_backward, arguments)
+    torch.library.opcheck(block_rotations_backward.operator, arguments)
 
 
 @pytest.mark.parametrize("rays", [None, Rays((3, 4), 1), Rays((3, 4), 1, centred=True)])
