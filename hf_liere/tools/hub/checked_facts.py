@@ -13,7 +13,7 @@ from typing import Any
 from ...auto import model_class
 from ...patching.adapters import parse_adapter
 from ...storage.saved_model import ADAPTER_CONFIG, CONFIG, SavedModel, first_line
-from .facts import MODEL_FIELDS, NUMBERS, Data, Facts, FactsError, Figure, Record, common_facts, fact, sides_of
+from .facts import NUMBERS, Data, Facts, FactsError, Figure, Record, common_facts, fact, sides_of
 
 
 RUN_FILE = "run_config.json"
@@ -21,30 +21,7 @@ RESULTS_FILE = "eval_results.json"
 # `hf-liere convert` writes this file, the only record of where the weights come from.
 CONVERSION_FILE = "conversion.json"
 PROCESSOR_CONFIGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# Settings of a run that a card shows, before those of its augmentation.
-RECIPE_FIELDS = (
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "rotary_learning_rate_factor",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "bf16",
-    "fp16",
-    "max_num_patches",
-    "max_train_samples",
-    "train_fraction",
-    "model_name_or_path",
-)
 UNUSED = (None, False, 0, 0.0, -1)
-COST_FIELDS = ("train_images_per_second", "train_runtime", "parameters")
 # Fields that an evaluation may set without changing what the model computes.
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
 # What beside their names decides whether two descriptions of data mean the same.
@@ -113,14 +90,14 @@ def facts_of_run(
     else:
         # Source and data set of the facts describe a planned recipe, not the run.
         shown = {"recipe": _settings_in_use(found.recipe, run.augmentation), "recipe_source": None, "dataset": None}
-        shown["cost"] = _select(found.cost, COST_FIELDS)
+        shown["cost"] = _select(found.cost, common_facts()["cost_fields"])
         if not isinstance(found.environment.get("libraries"), dict):
             shown["environment"] = {}
     return replace(
         found,
         **shown,
         results=results,
-        model=_select(found.model, MODEL_FIELDS),
+        model=_select(found.model, common_facts()["model_fields"]),
         base_model=known.base_model,
         converted_from=known.converted_from,
         progress=progress,
@@ -256,7 +233,7 @@ def _settings_in_use(recipe: Mapping[str, Any], augmentation: Iterable[str]) -> 
         "mixing_probability": not (recipe.get("mixup_alpha") or recipe.get("cutmix_alpha")),
         "repeated_augmentation": recipe.get("repeated_augmentation") == 1,
     }
-    shown = _select(recipe, (*RECIPE_FIELDS, *augmentation))
+    shown = _select(recipe, (*common_facts()["recipe_fields"], *augmentation))
     return {name: value for name, value in shown.items() if value not in UNUSED and not without_effect.get(name)}
 
 
@@ -269,7 +246,7 @@ def _read_evaluations(
         if result is None:
             raise FactsError(f"{place} contains no {RESULTS_FILE}: it is not the output of an evaluation.")
     measured = [(place, result) for place, result in [(saved, result_of_run(saved, metrics)), *results] if result]
-    fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
+    fields = [name for name in common_facts()["model_fields"] if name not in OF_TRAINING]
     for place, result in measured:
         then = _select(Run.of(place).model, fields)
         if differing := _differences({"model": then}, {"model": model}, (place, CONFIG)):

@@ -16,30 +16,6 @@ from ...models.parts import closest
 METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
 # The numbers of an evaluation: each metric, and its 95% interval.
 NUMBERS = tuple(f"{metric}{end}" for metric in METRICS for end in ("", "_low", "_high"))
-# Configuration fields that describe the architecture, in the order of a card.
-MODEL_FIELDS = (
-    "position_encoding",
-    "block_size",
-    "rotate_values",
-    "coordinates",
-    "physical_unit",
-    "use_absolute_position_embeddings",
-    "keep_absolute",
-    "share_heads",
-    "share_layers",
-    "position_perturbation",
-    "image_size",
-    "num_frames",
-    "num_channels",
-    "patch_size",
-    "tubelet_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "pooling",
-    "base_model_type",
-)
 # The folder is beside the package in a checkout, and inside it in a wheel.
 _HERE = Path(__file__).resolve().parents[2]
 FOLDER = (_HERE if (_HERE / "model_cards").is_dir() else _HERE.parent) / "model_cards"
@@ -220,8 +196,8 @@ class Facts(Record):
         return "not evaluated" if exists else "not trained"
 
 
-def common_facts() -> dict[str, dict]:
-    """The shared part of the facts files: encodings, papers and data sets."""
+def common_facts() -> dict[str, Any]:
+    """The shared part of the facts files: encodings, papers and data sets, and the fields that a card shows."""
     return yaml.safe_load((FOLDER / "common.yaml").read_text(encoding="utf-8"))
 
 
