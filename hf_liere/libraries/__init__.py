@@ -3,9 +3,9 @@ Learned rotations inside models of other libraries: diffusers models, with sched
 frequencies, and vision transformers of timm.
 
 It imports from `models` alone, and never these libraries: a model is recognised by the names of its classes. Start with
-`library_patch.plan_library`, then read `diffusion_patch` or `timm_patch`. `families.py` and `timm_rope.py` contain what
-differs between models, `rotations.py` the parameters of both, `schedules.py` the schedules. `patching` saves and loads
-the rotations as it does for any other model.
+`library_patch.plan_library`, then read `diffusion_patch` or `timm_patch`. `families.py` contains what differs between
+models of diffusers, `rotations.py` the parameters of both, `schedules.py` the schedules. `patching` saves and loads the
+rotations as it does for any other model.
 """
 
 from .diffusion_patch import DiffusionTower
