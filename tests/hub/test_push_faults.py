@@ -57,6 +57,21 @@ def test_a_hub_that_stays_down_is_reported_and_nothing_is_claimed(ready, hub):
     assert history(hub) == [] and hub.count(COMMIT) == 5
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_changes_while_it_is_sent_is_reported(ready, hub, name, monkeypatch):
+    api = client(hub)
+    commit = api.create_commit
+
+    def commit_and_change(*args, **options):
+        made = commit(*args, **options)
+        (ready / name).write_bytes((ready / name).read_bytes() + b" ")
+        return made
+
+    monkeypatch.setattr(api, "create_commit", commit_and_change)
+    with pytest.raises(HubError, match=f"differs from the push: {name}. Push again"):
+        publish(ready, "tester/model", message="Once", api=api)
+
+
 def test_too_long_a_wait_is_not_waited(ready, hub):
     hub.fail(COMMIT, status=429, times=-1, headers={"Retry-After": "7200"})
     with pytest.raises(HubError, match="tester/model"):
