@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from safetensors import SafetensorError, safe_open
 
-from .loading import explain, join_names, parse_json, refuse_diffusers, shards
+from .loading import CheckpointError, explain, join_names, parse_json, refuse_diffusers, shards
 
 
 CONFIG = "config.json"
@@ -156,13 +156,14 @@ ModelFolder = SavedModel | str | os.PathLike
 
 
 @contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """An open safetensors file. Raises `ValueError` if it cannot be read."""
+def open_weights(path: str | os.PathLike) -> Iterator[Any]:
+    """An open safetensors file. Raises [`CheckpointError`] if it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {explain(error)}") from None
+        reason = explain(error).removesuffix(".")
+        raise CheckpointError(f"{path} cannot be read: {reason}; accepted: a file of safetensors.") from None
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...errors import InputError
+from ...storage.saved_model import open_weights
 from ...storage.targets import new_file
 from .diagnosis import TENSORS, Diagnosis, Vectors, diagnose
 from .rotation import STATES, STYLE_NAMES, Rotation
@@ -40,11 +40,8 @@ def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors
 
 def read_tensors(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors and the metadata of a file. Raises [`InputError`] if it is not a safetensors file."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {error}; accepted are files of safetensors.") from None
+    with open_weights(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def read_vectors(path: str | os.PathLike) -> list[Vectors]:
