@@ -42,16 +42,19 @@ NAMES = {
     "tubelet_size": "t_patch_size temporal_patch_size",
 }
 # What files of configurations of any model may contain.
-COMMON = {"auto_map", "mlp_ratio", "modules_of_parts", "stage_names", "torch_dtype"}
+COMMON = {"auto_map", "mlp_ratio", "modules_of_parts", "stage_names"}
 COMMON |= {*dir(PreTrainedConfig()), *dir(GenerationConfig())}
 FOREIGN_NAMES = {name: ours for ours, names in NAMES.items() for name in names.split()}
 
 
 def warn_of_names(config: Any, given: Mapping[str, Any]) -> None:
-    """Warn of names that are not fields, of any configuration of transformers; [`check_names`] refuses others."""
+    """
+    Warn of names that are stored without a field, of any configuration of transformers; [`check_names`] refuses others.
+    Options of loaders, such as `attn_implementation`, are not stored by their names.
+    """
     fields = [field.name for field in dataclasses.fields(config)]
     for name in given:
-        if name in COMMON or name.startswith("_") or find_field(type(config), name) is not None:
+        if name not in vars(config) or name in COMMON or name[0] == "_" or find_field(type(config), name) is not None:
             continue
         logger.warning(f"{type(config).__name__} has no field {name!r} and ignores it{closest(name, fields, 0.85)}.")
     if "mlp_ratio" in given:

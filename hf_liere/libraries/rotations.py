@@ -18,13 +18,14 @@ from ..models.fast.dispatch import working_dtype
 from ..models.patched.carrying import Turn
 from ..models.probing.coordinate_probe import split_cos_sin
 from ..models.probing.planes import Planes
+from ..models.probing.tables import Tables
 from ..models.rotation.learned_rotations import LearnedRotations
 from ..models.rotation.model_basis import rotate_one
 from ..models.rotation.rotation import TokenRotation
 from .schedules import Schedule, ScheduleInput
 
 
-class LearnedFrequencies(LearnedRotations):
+class LearnedFrequencies(Tables, LearnedRotations):
     """
     RoPE with learned frequencies in attention modules of some indices, which all have the same planes at the start:
     plane i rotates with ω_i exp(δ_i), δ = 0 at first.
@@ -42,9 +43,8 @@ class LearnedFrequencies(LearnedRotations):
         self.log_factors = self.new_parameter(len(set(self.place.values())), len(planes.turning))
         # The bits of float32 numbers: conversions of the model to half types leave integers as they are.
         bits = torch.tensor(planes.speeds, dtype=torch.float32).view(torch.int32)  # (planes,)
-        self.register_buffer("frequency_bits", bits, persistent=False)
-        self.register_buffer("turning", torch.tensor(planes.turning), persistent=False)  # (turning planes,)
-        self.register_buffer("axes", torch.tensor(planes.axes), persistent=False)  # (planes,)
+        # (turning planes,), (planes,)
+        self.set_tables(frequency_bits=bits, turning=torch.tensor(planes.turning), axes=torch.tensor(planes.axes))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, 
         )
 
 
-class StateRotations(LearnedRotations):
+class StateRotations(Tables, LearnedRotations):
     """
     R(p) = exp(Σ_a p_a A_a) of queries and keys, where attention normalises them.
 
@@ -180,7 +180,7 @@ class StateRotations(LearnedRotations):
         super().__init__()
         self.config, self.encoding, self.heads = config, encoding, heads
         self.place = {layer: place for place, layer in enumerate(layers)}
-        self.register_buffer("order", order, persistent=False)
+        self.set_tables(order=order)
 
     @classmethod
     def from_planes(

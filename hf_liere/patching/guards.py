@@ -6,6 +6,7 @@ learned rotations are neither lost nor mixed up. `HF_LIERE_GUARDS=0` leaves all 
 import importlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Guard:
             parent, name, replacement = self.replaced
             # Below a wrapper of another library it stays, and does nothing.
             if getattr_static(parent, name) is replacement:
-                setattr(parent, name, replacement.__wrapped__)
+                _put(parent, name, replacement, replacement.__wrapped__)
                 self.replaced = None
 
     def _replace(self, module: ModuleType) -> None:
@@ -67,47 +68,51 @@ class Guard:
             )
         else:
             self.replaced = parent, name, wrapt.FunctionWrapper(original, self._call, enabled=lambda: self.is_on)
-            setattr(*self.replaced)
+            _put(parent, name, original, self.replaced[2])
 
     def _call(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         module, _, name = self.wrapper.partition(".")
         return getattr(importlib.import_module(f".{module}", __package__), name)(wrapped, instance, args, kwargs)
 
 
+def _put(parent: Any, name: str, current: Any, wanted: Any) -> None:
+    """Set a function where it is looked up, also by modules that have imported it before."""
+    setattr(parent, name, wanted)
+    for module in [*sys.modules.values()] if isinstance(parent, ModuleType) else []:
+        if getattr(module, "__dict__", {}).get(name) is current:
+            setattr(module, name, wanted)
+
+
 SAVES = "a model with a patched part is saved as a patched one, and one without rotations removes those in the folder"
 BESIDE = "rotations are saved beside the adapter or the model"
 RESTORES = "rotations beside the adapter or the model are put into it"
+NAMES = "rotations that it leaves out are named"
+FITS = "rotations without a place are refused"
+MIXED = "mixed batches are refused where adapters have rotations of their own"
+FINDS = "modules to adapt are found for patched models too"
+BUILDS = "a model whose configuration names a patch is patched"
 AVERAGES = "averages of other parameters are refused"
+DOWNLOADS = "files of rotations are downloaded too"
+PEFT, STATE, TUNERS = "peft.peft_model", "peft.utils.save_and_load", "peft.tuners.tuners_utils"
 MODELING, EMA = "diffusers.models.modeling_utils", "diffusers.training_utils"
+CONFIGURATION, PIPELINES = "diffusers.configuration_utils", "diffusers.pipelines.pipeline_utils"
 GUARDS = (
     Guard("transformers.modeling_utils", "PreTrainedModel.save_pretrained", "peft_adapters.save_model", SAVES),
     Guard("transformers.integrations.peft", "PeftAdapterMixin.load_adapter", "peft_adapters.load_natively", RESTORES),
-    Guard("peft.peft_model", "PeftModel.save_pretrained", "peft_adapters.save_adapter", BESIDE),
-    Guard("peft.peft_model", "PeftModel.from_pretrained", "peft_adapters.load_model", RESTORES),
-    Guard("peft.peft_model", "PeftModel.load_adapter", "peft_adapters.load_adapter", RESTORES),
+    Guard(PEFT, "PeftModel.save_pretrained", "peft_adapters.save_adapter", BESIDE),
+    Guard(PEFT, "PeftModel.from_pretrained", "peft_adapters.load_model", RESTORES),
+    Guard(PEFT, "PeftModel.load_adapter", "peft_adapters.load_adapter", RESTORES),
+    Guard(PEFT, "PeftModel._enable_peft_forward_hooks", "peft_adapters.refuse_mixture", MIXED),
     Guard("peft.utils.hotswap", "hotswap_adapter", "peft_adapters.swap_adapter", RESTORES),
-    Guard(
-        "peft.tuners.tuners_utils",
-        "BaseTuner.get_model_config",
-        "peft_adapters.describe_model",
-        "modules to adapt are found for patched models too",
-    ),
+    Guard(STATE, "get_peft_model_state_dict", "peft_adapters.read_state", NAMES),
+    Guard(STATE, "set_peft_model_state_dict", "peft_adapters.write_state", FITS),
+    Guard(TUNERS, "BaseTuner.get_model_config", "peft_adapters.describe_model", FINDS),
     Guard(MODELING, "ModelMixin.save_pretrained", "diffusers_models.save_model", BESIDE),
     Guard(MODELING, "ModelMixin.from_pretrained", "diffusers_models.load_model", RESTORES),
-    Guard(
-        "diffusers.configuration_utils",
-        "ConfigMixin.from_config",
-        "diffusers_models.build_model",
-        "a model whose configuration names a patch is patched",
-    ),
+    Guard(CONFIGURATION, "ConfigMixin.from_config", "diffusers_models.build_model", BUILDS),
     Guard(EMA, "EMAModel.step", "diffusers_models.match_averages", AVERAGES),
     Guard(EMA, "EMAModel.copy_to", "diffusers_models.match_averages", AVERAGES),
-    Guard(
-        "diffusers.pipelines.pipeline_utils",
-        "DiffusionPipeline.download",
-        "diffusers_models.download",
-        "files of rotations are downloaded too",
-    ),
+    Guard(PIPELINES, "DiffusionPipeline.download", "diffusers_models.download", DOWNLOADS),
 )
 
 
@@ -126,8 +131,7 @@ def uninstall_guards() -> None:
 
 def warn_unguarded(encoding: nn.Module, prefix: str, keep_vars: bool) -> None:
     """State dict pre-hook of rotations: without guards, a `save_pretrained` that needs one says what it leaves out."""
-    frame = None if any(guard.is_on for guard in GUARDS) else sys._getframe()
-    while frame is not None:
+    for frame, _ in [] if any(guard.is_on for guard in GUARDS) else traceback.walk_stack(None):
         saved = frame.f_locals.get("self")
         if frame.f_code.co_name == "save_pretrained" and not isinstance(saved, RotaryModelMixin):
             warnings.warn(
@@ -136,4 +140,3 @@ def warn_unguarded(encoding: nn.Module, prefix: str, keep_vars: bool) -> None:
                 stacklevel=2,
             )
             return
-        frame = frame.f_back

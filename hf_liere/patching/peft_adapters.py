@@ -6,6 +6,8 @@ one first puts these rotations into the base, see `guards.py`.
 
 import dataclasses
 import json
+import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,9 @@ from .folding import fold_rotations
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+
+
+COPIES = 'modules_to_save=["rotary_encoding"]'
 
 
 def with_rotations(config: "PeftConfig") -> "PeftConfig":
@@ -120,8 +125,7 @@ def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_load
     if not is_loaded and any(hasattr(module, "base_layer") for module in model.modules()):
         raise ValueError(
             f"The rotations of the adapter {source} differ from those that this model's adapters share. Patch the "
-            'base before any adapter, and train with LoraConfig(…, modules_to_save=["rotary_encoding"]), so that every '
-            "adapter has its own."
+            f"base before any adapter, and train with LoraConfig(…, {COPIES}), so that every adapter has its own."
         )
     load_rotary(model, path.parent)
 
@@ -136,7 +140,47 @@ def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
             names = list(file.keys())
     else:
         names = list(torch.load(path, map_location="meta", weights_only=True))
+    return _rotations_among(names)
+
+
+def _rotations_among(names: Iterable[str]) -> list[str]:
     return [name for name in names if "rotary_encoding" in name.split(".")]
+
+
+def read_state(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `get_peft_model_state_dict(model, …)`, which diffusers' `save_lora_weights` gets its values from."""
+    found, model = wrapped(*args, **kwargs), args[0] if args else kwargs["model"]
+    # That writes them beside the adapter.
+    is_saving = any(frame.f_code.co_name == "save_pretrained" for frame, _ in traceback.walk_stack(None))
+    if is_patched(model) and not is_saving and not _rotations_among(found):
+        warnings.warn(
+            f"get_peft_model_state_dict leaves out the learned rotations of {type(model).__name__}: call save_rotary "
+            f"too and load_rotary before loading, or adapt with LoraConfig(…, {COPIES}).",
+            stacklevel=3,
+        )
+    return found
+
+
+def write_state(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps `set_peft_model_state_dict(model, …)`, by which diffusers' `load_lora_weights` loads too."""
+    result, model = wrapped(*args, **kwargs), args[0] if args else kwargs["model"]
+    if lost := _rotations_among(result.unexpected_keys):
+        raise ValueError(
+            f"{type(model).__name__} has no place for the rotations {', '.join(lost)}: first patch it with the "
+            f"RotaryPatchConfig of their training, then adapt with LoraConfig(…, {COPIES})."
+        )
+    return result
+
+
+def refuse_mixture(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
+    """Wraps what `PeftModel` does before a batch; one that fails later leaves hooks behind."""
+    has_copies = any(hasattr(tower.rotary_encoding, "modules_to_save") for _, tower in patched_towers(model))
+    if kwargs.get("adapter_names") is not None and has_copies:
+        raise ValueError(
+            f"adapter_names={kwargs['adapter_names']}: these adapters have rotations of their own ({COPIES}), each for "
+            "a whole batch; accepted: one batch for each adapter (set_adapter), or rotations that adapters share."
+        )
+    return wrapped(*args, **kwargs)
 
 
 def save_model(wrapped: Callable, model: PreTrainedModel, args: tuple, kwargs: dict) -> Any:
@@ -196,18 +240,19 @@ def describe_model(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
     return {**found, "model_type": found["model_type"].removeprefix(TYPE_PREFIX)} if is_rotary else found
 
 
-def load_model(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
-    """Wraps `PeftModel.from_pretrained(model, model_id, …)`."""
-    given = dict(zip(("model", "model_id"), args)) | kwargs
-    restore_rotations(given["model"], given["model_id"], kwargs)
-    return wrapped(*args, **kwargs)
+def _restoring(source: str, is_loaded: bool = False) -> Callable:
+    """Wraps a function (model, source, …)."""
+
+    def wrapper(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
+        given = dict(zip(("model", source), args)) | kwargs
+        restore_rotations(given["model"], given[source], kwargs, is_loaded=is_loaded)
+        return wrapped(*args, **kwargs)
+
+    return wrapper
 
 
-def swap_adapter(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
-    """Wraps `hotswap_adapter(model, model_name_or_path, …)`."""
-    given = dict(zip(("model", "model_name_or_path"), args)) | kwargs
-    restore_rotations(given["model"], given["model_name_or_path"], kwargs, is_loaded=True)
-    return wrapped(*args, **kwargs)
+# `PeftModel.from_pretrained` and `hotswap_adapter`.
+load_model, swap_adapter = _restoring("model_id"), _restoring("model_name_or_path", is_loaded=True)
 
 
 def load_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:

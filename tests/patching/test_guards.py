@@ -103,3 +103,16 @@ def test_a_release_without_the_function_is_named(library):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Guard(library.__name__, "f", "guards.doubled", "it doubles").install()
+
+
+def test_functions_that_were_imported_before_are_replaced_too(library, monkeypatch):
+    """`from library import f`, in a script that imports this package later; and what it has by this name otherwise."""
+    original, script, other = library.f, types.ModuleType("script_before"), types.ModuleType("script_with_another")
+    script.f, other.f = original, len
+    for module in (script, other):
+        monkeypatch.setitem(importlib.sys.modules, module.__name__, module)
+    guard = Guard(library.__name__, "f", "guards.doubled", "it doubles")
+    guard.install()
+    assert script.f(3) == library.f(3) == 6 and other.f is len
+    guard.uninstall()
+    assert script.f is library.f is original

@@ -324,3 +324,86 @@ def test_a_merged_model_is_a_patched_one(base, tmp_path):
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     # Merged matrices round once more.
     torch.testing.assert_close(outputs(merged, build("llama")[1])[0], expected[0], rtol=0, atol=1e-5)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(3, 17).view(2, 7)).logits
+
+
+def test_states_of_peft_name_the_rotations_that_they_leave_out(base, tmp_path, recwarn):
+    model = adapted(base)
+    with pytest.warns(UserWarning, match="leaves out the learned rotations of .*: call save_rotary too"):
+        state = peft.get_peft_model_state_dict(model)
+    assert not any("rotary" in name for name in state)
+    recwarn.clear()
+    # This one writes them.
+    model.save_pretrained(tmp_path / "adapter")
+    assert not [one for one in recwarn if "rotations" in str(one.message)]
+    save_rotary(model, tmp_path / "rotations")
+    other = plain(tmp_path)
+    load_rotary(other, tmp_path / "rotations")
+    other = peft.get_peft_model(other, lora()).eval()
+    peft.set_peft_model_state_dict(other, state)
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_states_of_peft_with_rotations(base, tmp_path, recwarn):
+    """They go along into a patched base, and are not dropped by another one."""
+    model = adapted(base, modules_to_save=COPIES)
+    state = peft.get_peft_model_state_dict(model)
+    assert not [one for one in recwarn if "rotations" in str(one.message)]
+    with pytest.raises(ValueError, match="has no place for the rotations .*rotary_encoding.*: first patch it"):
+        peft.set_peft_model_state_dict(peft.get_peft_model(plain(tmp_path), lora()), state)
+    other = plain(tmp_path)
+    patch(other, PLANES)
+    other = peft.get_peft_model(other, lora(modules_to_save=COPIES)).eval()
+    peft.set_peft_model_state_dict(other, state)
+    assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("call", ["forward", "generate"])
+def test_mixed_batches(call, base, tmp_path):
+    """Refused where adapters have rotations of their own, before peft adds hooks; else those of each sample."""
+    tokens = torch.arange(3, 17).view(2, 7)
+
+    def mix(model):
+        options = {"max_new_tokens": 2, "do_sample": False} if call == "generate" else {}
+        return getattr(model, call)(input_ids=tokens, adapter_names=["default", "other"], **options)
+
+    model = adapted(base, modules_to_save=COPIES)
+    model.add_adapter("other", lora(modules_to_save=COPIES))
+    before = logits(model)
+    with pytest.raises(ValueError, match="'other'.*have rotations of their own .*accepted: one batch for each"):
+        mix(model)
+    assert torch.equal(logits(model), before)
+    model = adapted(plain(tmp_path))
+    model.add_adapter("other", lora())
+    mixed = mix(model.eval())
+    if call == "forward":
+        for sample, name in enumerate(("default", "other")):
+            model.set_adapter(name)
+            torch.testing.assert_close(mixed.logits[sample], logits(model)[sample], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("copies", [None, COPIES])
+def test_lora_of_diffusers(copies, tmp_path, recwarn):
+    """`save_lora_adapter` and pipelines name the rotations that they lose, and `load_lora_adapter` refuses to."""
+    pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
+    import diffusers
+    from diffusion_cases import build as build_diffusion
+
+    model, inputs = build_diffusion("FluxTransformer2DModel")
+    patch(model, PLANES)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False, modules_to_save=copies))
+    randomize(model)
+    recwarn.clear()
+    model.save_lora_adapter(tmp_path)
+    assert any("leaves out the learned rotations" in str(one.message) for one in recwarn) == (copies is None)
+    state = peft.get_peft_model_state_dict(model)
+    diffusers.FluxPipeline.save_lora_weights(tmp_path / "pipeline", transformer_lora_layers=state)
+    if copies is None:
+        return
+    state = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    with pytest.raises(ValueError, match="has no place for the rotations"):
+        build_diffusion("FluxTransformer2DModel")[0].load_lora_adapter(state, prefix=None)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..parts import check_name
 from ..probing.planes import channel_pairs
+from ..probing.tables import Tables
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
@@ -22,7 +23,7 @@ from .starting_values import check_start, start_at
 from .starts import start_of
 
 
-class LieRotaryEmbedding(nn.Module):
+class LieRotaryEmbedding(Tables):
     r"""
     R(p) q and R(p) k with R(p) = exp(Σ_a p_a A_a) and learned skew-symmetric A_a (LieRE eq. 4, ComRoPE eq. 3). Call it
     after the query and key projections of an attention.
@@ -128,11 +129,10 @@ class LieRotaryEmbedding(nn.Module):
             order = [channel for plane in planes for channel in pairs[plane]]
             order += [channel for channel in channels if channel not in order]
         partial_width = self.config.head_dim < head_dim
-        self._set_order(torch.tensor(order) if order != channels or partial_width else None)
+        self._set_order(torch.tensor(order, device="cpu") if order != channels or partial_width else None)
 
     def _set_order(self, order: torch.Tensor | None) -> None:
-        self.register_buffer("order", order, persistent=False)
-        self.register_buffer("inverse", None if order is None else order.argsort(), persistent=False)
+        self.set_tables(order=order, inverse=None if order is None else order.argsort())
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of generators and multipliers: train them without weight decay."""

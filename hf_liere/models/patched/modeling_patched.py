@@ -27,6 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from ..transformer.losses import AcceptsCount
 from .head_share import HeadShare
 from .patched_configuration import RotaryConfigMixin, RotaryModelType, replace_config
 from .rotary_patch import RotaryPatchConfig, plan
@@ -61,6 +62,7 @@ class RotaryModelMixin(_Pickled, ModelBase):
     rotations have such classes too, and their own configurations.
     """
 
+    accepts_loss_kwargs: Any = AcceptsCount()
     # Writes the files of `save_rotary`; set by the package, because a checkpoint's code does not contain it.
     write_rotations: Callable | None = None
     # The same of `fold_rotations`.
@@ -93,6 +95,17 @@ class RotaryModelMixin(_Pickled, ModelBase):
         # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
             tower.rotary_patch.reset_parameters(tower)
+
+    def to_empty(self, *, device, recurse: bool = True):
+        """Buffers that no file contains, such as the frequencies of RoPE, have their values again."""
+        result = super().to_empty(device=device, recurse=recurse)
+        for model in self.modules():
+            for module in model.modules() if isinstance(model, PreTrainedModel) else []:
+                if module._non_persistent_buffers_set:
+                    model._init_weights(module)
+        for _, tower in patched_towers(self):
+            tower.rotary_patch.reset_parameters(tower)
+        return result
 
     @classmethod
     def maybe_distribute_model(cls, model, *args, **kwargs):

@@ -96,8 +96,6 @@ class PretrainedBlocks(PretrainedRope):
     @torch.no_grad()
     def reset_parameters(self, module: nn.Module) -> None:
         super().reset_parameters(module)
-        for channels in self.channels:
-            channels.reset_parameters()
         ropes = [module.get_submodule(name) for name in self.rope_names]
         is_folded = self.config.folded_grids is not None
         if not is_folded and not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
@@ -115,8 +113,7 @@ class PretrainedBlocks(PretrainedRope):
             with torch.device("meta"):
                 self.local[name] = build_encoding(config, rotary.num_axes)
         for channels in self.channels:
-            channels.maker = _choose_channels(channels.maker, share)
-            channels.reset_parameters()
+            channels.follow(_choose_channels(channels.maker, share))
         super().split_heads(share)
 
     def _read_planes(self, module: nn.Module, layer: int) -> Planes:

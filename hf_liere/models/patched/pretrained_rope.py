@@ -15,31 +15,27 @@ from ..encoding.traits import MixedTraits
 from ..probing.coordinate_probe import CoordinateProbe, Turn, read_frequencies
 from ..probing.module_inspection import find_indexers
 from ..probing.rope_layout import RopeLayout, RopeTower
+from ..probing.tables import Tables
 from ..rotation.learned_rotations import LearnedRotations
 from .head_share import HeadShare
 from .tower_patch import PRETRAINED
 
 
-class RopePlanes(nn.Module):
+class RopePlanes(Tables):
     """cos and sin of one [`RopeLayout`] from angles, bit for bit as the rotary module's own."""
 
     def __init__(self, layout: RopeLayout):
         super().__init__()
-        self.layout = layout
+        self.layout, first = layout, layout.channels
         self.channels: torch.Tensor
-        for name in ("frequencies", "channels", "first_channels", "axis_channels"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fill the buffers again, after a construction without values."""
-        layout, first = self.layout, self.layout.channels
-        device = "cpu" if self.channels.is_meta else self.channels.device
-        self.frequencies = torch.tensor(layout.frequencies, device=device)  # (planes,)
-        self.channels = torch.tensor(layout.planes, device=device)  # (D,)
-        self.first_channels = torch.tensor(first, device=device)  # (planes,)
         of_axes = [first[layout.axes.index(axis)] for axis in range(layout.num_axes)]
-        self.axis_channels = torch.tensor(of_axes, device=device)  # (A,)
+        with torch.device("cpu"):
+            self.set_tables(
+                frequencies=torch.tensor(layout.frequencies),  # (planes,)
+                channels=torch.tensor(layout.planes),  # (D,)
+                first_channels=torch.tensor(first),  # (planes,)
+                axis_channels=torch.tensor(of_axes),  # (A,)
+            )
 
     def read_frequencies(self, rope: nn.Module) -> torch.Tensor:
         """(planes,) pretrained frequencies, in float32 as rotary modules read them, or float64."""
@@ -144,8 +140,8 @@ class PretrainedRope(LearnedRotations):
 
     def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
-        for part in (*self.probes, *self.layouts):
-            part.reset_parameters()
+        for probe in self.probes:
+            probe.reset_parameters()
 
 
 # The code of a checkpoint lacks the encoding itself, which these factors do without.

@@ -47,7 +47,8 @@ class CoordinateProbe(nn.Module):
         """Fill the buffers again, in float32, after a conversion or a construction without values."""
         for name, buffer in self.module._buffers.items():
             value = 0.0 if name == LOG_FACTORS else UNIT
-            self.module._buffers[name] = torch.full_like(buffer, value, dtype=torch.float32)
+            device = "cpu" if buffer.is_meta else buffer.device
+            self.module._buffers[name] = torch.full(buffer.shape, value, dtype=torch.float32, device=device)
 
     def forward(self, *arguments, **options) -> torch.Tensor:
         """The arguments of the rotary module → (…, N, D) coordinates, without a gradient, float32."""

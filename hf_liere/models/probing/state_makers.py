@@ -13,6 +13,7 @@ from torch import nn
 
 from .attention_probe import Probe
 from .planes import Pairs
+from .tables import Tables
 
 
 # The digits of a number, plus one, are numbers that half types represent exactly.
@@ -42,7 +43,7 @@ class StateMaker:
         return tuple(len(part) for part in self.places)
 
 
-class RotatedChannels(nn.Module):
+class RotatedChannels(Tables):
     """
     Takes the rotated channels of queries and keys out of what a [`StateMaker`] returns, and puts them back.
 
@@ -55,20 +56,18 @@ class RotatedChannels(nn.Module):
 
     def __init__(self, maker: StateMaker, planes: tuple[int, ...]):
         super().__init__()
-        self.maker, self.planes = maker, planes
+        self.planes = planes
         self.order: torch.Tensor
-        for name in ("order", "inverse"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
-        self.reset_parameters()
+        self.follow(maker)
 
-    def reset_parameters(self) -> None:
-        """Fill the buffers again, after a construction without values."""
-        device = "cpu" if self.order.is_meta else self.order.device
-        heads = [head for part in self.maker.places for head in part]
+    def follow(self, maker: StateMaker) -> None:
+        """Take the channels out of what another module returns, or the same one with other heads."""
+        self.maker = maker
+        heads = [head for part in maker.places for head in part]
         rotated = [channel for head in heads for plane in self.planes for channel in head[plane]]
-        others = sorted(set(range(self.maker.width)) - set(rotated))
-        self.order = torch.tensor([*rotated, *others], device=device)  # (width,)
-        self.inverse = self.order.argsort()  # (width,)
+        others = sorted(set(range(maker.width)) - set(rotated))
+        order = torch.tensor([*rotated, *others], device="cpu")  # (width,)
+        self.set_tables(order=order, inverse=order.argsort())  # (width,) each
 
     def take(self, states: torch.Tensor, samples: int, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """States → (B, H, N, rotated channels) of queries, of keys or of both, and (B, N, other channels)."""

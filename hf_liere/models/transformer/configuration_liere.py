@@ -131,9 +131,6 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     check_names: ClassVar[Callable | None] = None
 
     def __post_init__(self, **kwargs):
-        # As in transformers, unknown names are stored.
-        if self.warn_of_names is not None:
-            self.warn_of_names(kwargs)
         encoding, size, heads = self.position_encoding, self.hidden_size, self.num_attention_heads
         # Validation refuses a division with a remainder.
         if self.head_dim is None and 0 < heads <= size and size % heads == 0:
@@ -146,6 +143,9 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         # A checkpoint loads with every Auto class of its family.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
+        # As in transformers, unknown names are stored.
+        if self.warn_of_names is not None:
+            self.warn_of_names(kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Without fields of other encodings and starts."""

@@ -33,6 +33,7 @@ from ..rotation.rotation import gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
 from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
 from .layers import LieRELayer
+from .losses import sequence_loss
 from .patch_batches import check_patches
 from .patch_dropout import draw_kept_tokens, gather_mask
 from .pooling import build_classifier, pool, visible_tokens
@@ -240,6 +241,8 @@ class LieREForClassification(LieREPreTrainedModel):
         self.num_labels = config.num_labels
         self.liere = self.encoder_class(config)
         self.classifier = build_classifier(config)
+        if self.loss_type != "ForTokenClassification":
+            self.loss_function = sequence_loss
         self.post_init()
 
     @can_return_tuple

@@ -15,11 +15,9 @@ from ..encoding.positions import TokenPositions
 from ..fast.dispatch import values_are_unknown
 from .configuration_liere_tokens import LieRETokensConfig
 from .embeddings import LieRETokenEmbeddings
+from .losses import IGNORED_LABEL
 from .modeling_liere import LieREEncoderModel, LieREForClassification
 from .pretrained import LieREPreTrainedModel
-
-
-IGNORED_LABEL = -100
 
 
 class LieREFeatureEmbeddings(LieRETokenEmbeddings):
@@ -220,6 +218,8 @@ class LieRETokensForTokenClassification(LieRETokensPreTrainedModel, LieREForClas
     """
 
     encoder_class = LieRETokensModel
+    # The loss of transformers divides by the number that it finds among its options.
+    accepts_loss_kwargs = True
 
     def __init__(self, config: LieRETokensConfig):
         if config.final_norm == "pooled":

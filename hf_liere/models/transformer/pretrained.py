@@ -1,6 +1,7 @@
 """The base class of our models: loading, saving, initialisation and folding."""
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from ..encoding.rotary_encoding import RotaryEncoding
 from .configuration_liere import LieREConfig
 from .embeddings import LieRETokenEmbeddings
 from .layers import LieREAttention, LieRELayer, LieRELayerScale
+from .losses import AcceptsCount
 
 
 class LieREPreTrainedModel(PreTrainedModel):
@@ -23,6 +25,7 @@ class LieREPreTrainedModel(PreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs: Any = AcceptsCount()
     _no_split_modules = ["LieREEmbeddings", "LieRELayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
