@@ -33,6 +33,7 @@ if __name__ == "__main__":
     answer_help(__file__)
 
 from training.common.arguments import AugmentationArguments, DataArguments
+from training.common.chance import describe_unlearned
 from training.common.command_line import parse_arguments
 from training.engine.patching import PatchArguments
 from training.engine.runs import start
@@ -59,6 +60,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             print(
                 f"{result['model'] or 'as it is':10} {result['image_size']:4} px  {result['accuracy']:.1%} ({interval})"
             )
+            unlearned = describe_unlearned({f"eval_{name}": value for name, value in result.items()})
+            if comparison.args.do_train and unlearned:
+                print(unlearned)
     return results
 
 

@@ -9,6 +9,7 @@ from checkout import ROOT
 from report_lines import cells_of, line, reported, seeded
 from scipy import stats
 
+from training.common.chance import chance_of
 from training.evidence.reporting import comparisons, conclusions, result_lines, result_table, sweeps
 from training.evidence.reporting.significance import (
     compare,
@@ -446,3 +447,106 @@ def test_every_comparison_of_a_sweep_has_its_rows():
                 pairs = comparisons.find_pairs(entry, table)
                 found += [one for one in pairs if all(column in table[row] for row, column in one)]
             assert found, (path.stem, entry)
+
+
+RIVALS = [{"position_encoding": name} for name in ("rope_mixed", "liere")]
+AGAINST = {"compare": [{"against": RIVALS[0]}]}
+
+
+def with_chance(shares, seeds=5, chance=1 / 3, **further):
+    """Rows whose evaluations record the share of their most frequent class."""
+    table = cells_of("mine", RIVALS, shares, seeds, seed=1)
+    for result in (result for cells in table.values() for cell in cells.values() for result in cell.results):
+        result["metrics"] |= {"eval_chance": chance, **further}
+    return table
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_models_that_guess_are_not_tested_and_have_no_order(seeds):
+    table = with_chance((1 / 3, 1 / 3), seeds)
+    found = comparisons.make_comparisons(AGAINST, table)
+    said = conclusions.conclude(found, table)
+    assert found.made == [] and said == conclusions.summarise(found, table)
+    assert said == (
+        "No model has learned: none is above chance, 33.3% (the most frequent class of the evaluation), by 3 standard "
+        "errors. Train longer."
+    )
+    # What the file of a sweep states wins: half of the answers, or a sixth.
+    stated = conclusions.conclude(comparisons.make_comparisons(AGAINST | {"chance": 0.5}, table), table)
+    assert stated == "No model has learned: none is above chance, 50.0%, by 3 standard errors."
+    assert comparisons.make_comparisons(AGAINST | {"chance": 1 / 6}, table).unlearned == []
+
+
+def test_one_model_that_learned_is_tested_against_one_that_guesses():
+    table = with_chance((1 / 3, 0.8))
+    found = comparisons.make_comparisons(AGAINST, table)
+    assert found.significant == 1 and found.unlearned == ["RoPE-Mixed"]
+    said = conclusions.conclude(found, table)
+    assert said.startswith("Against RoPE-Mixed, better: LieRE8 +")
+    assert said.endswith(
+        " Chance is 33.3% (the most frequent class of the evaluation). Not above it by 3 standard errors, so not "
+        "learned: RoPE-Mixed. Train longer."
+    )
+    both = with_chance((0.6, 0.6))
+    said = conclusions.conclude(comparisons.make_comparisons(AGAINST, both), both)
+    assert "Highest mean" in said and said.endswith(" Chance is 33.3% (the most frequent class of the evaluation).")
+
+
+def test_many_seeds_slightly_above_chance_have_learned():
+    """No seed alone exceeds chance by three standard errors of 300 examples, but their mean does."""
+    guess, slight = (cells["as trained"] for cells in with_chance((1 / 3, 0.39), 20).values())
+    for seed, result in enumerate(slight.results):
+        right = np.random.default_rng(seed).permutation(300) < 117
+        result["correct"] = result_lines.encode_examples(right)
+    assert max(slight.by_seed().values()) < 1 / 3 + 3 * math.sqrt(2 / 9 / 300)
+    assert comparisons.is_at_chance(guess, None) and not comparisons.is_at_chance(slight, None)
+
+
+def test_an_area_of_one_half_is_chance():
+    """Whatever the share of the classes. Its error is that of areas of scores without information."""
+    share, count = 0.9, 300
+    generator = np.random.default_rng(0)
+    positive = np.arange(count) < share * count
+    ranks = [stats.rankdata(generator.random(count))[positive].sum() for _ in range(4000)]
+    areas = (np.array(ranks) - positive.sum() * (positive.sum() + 1) / 2) / (positive.sum() * (~positive).sum())
+    level, error = chance_of("eval_auc", {"eval_samples": count, "eval_chance": share})
+    assert level == 0.5 and error == pytest.approx(areas.std(), rel=0.05)
+    table = with_chance((share, share), chance=share, eval_auc=0.55)
+    said = conclusions.conclude(comparisons.make_comparisons(AGAINST, table), table)
+    assert said.startswith("No model has learned: none is above chance, 0.500 (any constant answer),")
+    table = with_chance((share, share), chance=share, eval_auc=0.8)
+    assert comparisons.make_comparisons(AGAINST, table).unlearned == []
+
+
+def test_conditions_under_which_models_guess_are_named():
+    """As trained they have learned."""
+    table, shuffled = with_chance((0.6, 0.8)), with_chance((1 / 3, 1 / 3))
+    table = {row: {**cells, "patches shuffled": shuffled[row]["as trained"]} for row, cells in table.items()}
+    found = comparisons.make_comparisons(AGAINST, table)
+    assert [one.column for one in found.made] == ["as trained"] and found.unlearned == []
+    said = conclusions.conclude(found, table)
+    assert "Not above it with patches shuffled: LieRE8, RoPE-Mixed." in said and "Train longer" not in said
+
+
+@pytest.mark.parametrize(
+    "chance, samples, said",
+    [(1.0, 300, "All examples of the evaluation are of one class"), (0.5, 8, "The evaluation has 8 examples, too few")],
+)
+def test_evaluations_that_cannot_tell_are_told(chance, samples, said):
+    table = with_chance((1.0, 1.0), 1, chance=chance, eval_samples=samples)
+    assert conclusions.conclude(comparisons.make_comparisons(AGAINST, table), table).startswith(said)
+
+
+def test_records_without_chance_are_reported_as_before():
+    table = cells_of("mine", RIVALS, (1 / 3, 1 / 3), 5)
+    said = conclusions.conclude(comparisons.make_comparisons(AGAINST, table), table)
+    assert said.startswith("No difference is significant (tests: 1). Highest mean accuracy: ") and "hance" not in said
+
+
+def test_a_section_in_which_no_model_learned_ranks_nothing(tmp_path):
+    lines = seeded("data_fraction", RIVALS, (1 / 3, 1 / 3), 2, history=[[1.0, 0.3], [2.0, 0.35]])
+    for entry in lines:
+        entry["metrics"] |= {"eval_chance": 1 / 3}
+    section = reported(tmp_path, "data_fraction", lines).split("\n## ")[-1].lower()
+    assert "no model has learned" in section and "best epoch, mean over seeds. from the best" in section
+    assert "highest mean" not in section and "highest for" not in section and "lowest" not in section

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkout import ROOT
 from encoding_cases import LEARNED, block_size
-from training_helpers import assert_same_weights, main, train, weights, write_parquet
+from training_helpers import assert_same_weights, main, train, weights, write_images_folder, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
 from hf_liere.errors import InputError
@@ -153,6 +153,27 @@ def test_a_warmup_longer_than_the_run_is_told_before_the_first_step(warmup, is_t
     with caplog.at_level("WARNING"):
         trainer.create_optimizer_and_scheduler(num_training_steps=20)
     assert ("--warmup_steps 20: the run has 20 steps" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("steps, is_new, is_told", [(399, True, True), (400, True, False), (399, False, False)])
+def test_few_steps_of_a_new_model_are_told_before_the_first_one(steps, is_new, is_told, tmp_path, caplog):
+    trainer = tiny_trainer(tmp_path)
+    trainer.starts_new = is_new
+    with caplog.at_level("WARNING"):
+        trainer.create_optimizer_and_scheduler(num_training_steps=steps)
+    assert (f"This run of a new model has {steps} optimizer steps. Fewer than 400 are few" in caplog.text) == is_told
+
+
+def test_a_run_tells_chance_and_that_it_has_not_learned(tmp_path, caplog):
+    """Of noise, with two classes of three examples in four. The recipe counts steps unless epochs are asked for."""
+    folder = write_images_folder(tmp_path / "noise", {"train": 8, "validation": 40}, ("a", "b", "b", "b"))
+    flags = ["--image_folder", folder, "--do_eval", "--num_train_epochs", 2]
+    with caplog.at_level("WARNING"):
+        metrics = train(tmp_path / "run", "--recipe", ROOT / "training/recipes/images_mini.yaml", *flags)
+    counts = [len(list(Path(folder, "validation", name).iterdir())) for name in "ab"]
+    assert metrics["eval_chance"] == max(counts) / sum(counts) == 0.75
+    assert "This run of a new model has 2 optimizer steps." in caplog.text
+    assert "Nothing shows that the model has learned: its area under the ROC curve" in caplog.text
 
 
 class Breaks(torch.autograd.Function):

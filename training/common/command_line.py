@@ -48,6 +48,10 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
     recipe, arguments = _take_recipe(arguments)
     if recipe is not None:
         content = _read_recipe(Path(recipe), known)
+        named = {word.split("=")[0] for word in arguments}
+        if "--num_train_epochs" in named and "--max_steps" not in named:
+            # Trainer would follow the steps of the recipe, not the epochs that were asked for.
+            content.pop("max_steps", None)
         arguments = to_flags(content, argument_classes) + arguments + ["--recipe", recipe]
     arguments = _join_numbers(arguments, _configuration_fields(argument_classes))
     for flag, following in zip(arguments, [*arguments[1:], "--"]):

@@ -13,12 +13,13 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel, weights_digest
 from training.common.arguments import RunArguments
+from training.common.chance import describe_unlearned
 from training.common.heap import keep_freed_memory
 from training.common.messages import is_lost_worker, reason
 from training.common.process_group import leave_process_group
@@ -36,6 +37,7 @@ from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.saving import StoppedError, last_complete_checkpoint, require_free, require_writable
 
 
+logger = logging.get_logger(__name__)
 # Full disk or quota, or file too large.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -140,12 +142,15 @@ def run(
         resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
         _record(trainer, checkpoint, resolved)
     if args.do_train:
+        trainer.starts_new = model_name_or_path is None
         metrics = _train(trainer, checkpoint)
     if args.do_eval:
         metrics = trainer.evaluate()
         metrics["eval_samples"] = len(trainer.eval_dataset)
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
+        if args.do_train and trainer.is_world_process_zero() and (unlearned := describe_unlearned(metrics)):
+            logger.warning(unlearned)
         examples = getattr(trainer.compute_metrics, "examples", None)
         if examples and trainer.is_world_process_zero():
             save_file(examples, Path(args.output_dir) / EXAMPLES_FILE)

@@ -24,6 +24,8 @@ from training.engine.saving import WholeCheckpoints
 
 logger = logging.get_logger(__name__)
 METRIC = Path(__file__).with_name("metric.py")
+# A new model of 240 drawn pictures of three shapes is right for 63% after 160 optimizer steps, and for 97% after 400.
+FEW_STEPS = 400
 
 
 class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
@@ -36,9 +38,11 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     Attributes:
         leaves_whole_model: Whether a finished run's folder itself contains the weights of a whole model.
+        starts_new: Whether training starts from random weights, so that a few steps do not suffice.
     """
 
     leaves_whole_model = True
+    starts_new = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -101,6 +105,11 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
             logger.warning(
                 f"--warmup_steps {warmup_steps}: the run has {num_training_steps} steps and ends before it reaches "
                 "--learning_rate. A share of the steps, such as --warmup_steps 0.1, fits runs of any length."
+            )
+        if self.starts_new and num_training_steps < FEW_STEPS and self.is_world_process_zero():
+            logger.warning(
+                f"This run of a new model has {num_training_steps} optimizer step{'s' * (num_training_steps != 1)}. "
+                f"Fewer than {FEW_STEPS} are few, and it may not learn: try --max_steps {FEW_STEPS} or more epochs."
             )
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -260,8 +269,9 @@ class ClassificationMetrics:
     """
     Trainer's `compute_metrics` for the results of [`ranks_and_losses`].
 
-    `loss` replaces Trainer's own, which gives batches of different sizes equal weight. Unreadable examples are excluded
-    and counted. `examples` contains the last ranks and losses by example.
+    `loss` replaces Trainer's own, which gives batches of different sizes equal weight. `chance` is the accuracy of the
+    most frequent class. Unreadable examples are excluded and counted. `examples` contains the last ranks and losses by
+    example.
 
     If labels are per token, (samples, tokens), tokens without a label are excluded, and intervals resample whole
     samples because their tokens are dependent: `examples` contains the number of labelled tokens of each sample
@@ -286,12 +296,13 @@ class ClassificationMetrics:
             wrong = int((~np.isfinite(losses)).sum())
             raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} examples is not finite.")
         self.examples = {"ranks": ranks.astype(np.int32), "losses": losses.astype(np.float32)}
+        chance = {"chance": float(np.bincount(labels[read]).max() / len(values))}
         counted = {"ranks": ranks.astype(np.int64), "losses": losses, "num_classes": self.num_classes}
         if labels.ndim == 2:
             groups = self.groups(read)
             self.examples = summarise_groups(ranks < 1, losses, groups)
-            return self.metric.compute(**counted, groups=groups)
-        metrics = self.metric.compute(**counted)
+            return self.metric.compute(**counted, groups=groups) | chance
+        metrics = self.metric.compute(**counted) | chance
         if scores and 0 < labels[read].sum() < read.sum():
             positive = labels[read] == 1
             metrics |= area_under_curve(scores[0], positive) | balanced_accuracy(ranks < 1, positive)

@@ -57,7 +57,12 @@ Tests are t-tests that contain the variances of all three (Welch's degrees of fr
 with equal outputs and see the same batches, the file of the sweep says `paired`, and seeds are compared in pairs. It
 also names the comparisons that are tested, and says in a comment which of them were named after the runs. "Holm" is p
 corrected for the number of distinct tests of the sweep. A difference is significant if Holm's p is below 5%. Intervals
-are not corrected, so one may exclude 0 where the difference is not significant. Baselines at chance are left out.
+are not corrected, so one may exclude 0 where the difference is not significant.
+
+**Chance** is the accuracy that the file of the sweep names, of answers without positions, and baselines at it are left
+out. Where it names none, chance is the most frequent class of the evaluation, or 1/2 for an AUC, if the records have
+it: two models at chance are not tested. A model is above chance if a seed exceeds it by three standard errors, or the
+mean of five seeds does by a test of the same level. Perplexities, losses and average precisions have no chance here.
 
 **For some tasks the report also counts the runs that reach an accuracy**, which the files of their sweeps name. Runs
 may end anywhere below it. Evaluated as in training, the shares of seeds, with the intervals of Clopper and Pearson, and

@@ -11,6 +11,7 @@ import numpy as np
 
 from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.encoding.rotary_fields import RotaryFields
+from training.common.chance import ABOVE_CHANCE, MOST_FREQUENT, chance_of
 from training.evidence.reporting.markdown import markdown, minus
 from training.evidence.reporting.result_table import SEEDS, Cell, Table, condition
 from training.evidence.reporting.significance import (
@@ -22,6 +23,7 @@ from training.evidence.reporting.significance import (
     compare,
     compare_durations,
     compare_shares,
+    exceeds,
     holm,
     share,
 )
@@ -37,8 +39,6 @@ OF_ENCODING = (
 )
 # The folder of the weights may contain the seed.
 NEVER_COMPARED = ("model_name_or_path",)
-# Standard errors that an accuracy exceeds chance by, unless the model is at chance.
-ABOVE_CHANCE = 3
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,15 @@ class Comparisons:
         named: the number of pairs of rows under a condition that the sweep names.
         distinct: the number of different tests among those that were made.
         significant: the number of these below 5% after the correction.
-        at_chance: rows at chance under the first condition. Baselines at chance are left out.
+        at_chance: rows at chance under the first condition. Baselines at a `chance` of the sweep's file are left out,
+            and otherwise tests of two rows at chance.
+        guessing: all places at chance.
+        chance: in words, empty where it is not known.
+        stated: whether it is that of the sweep's file.
+        unlearned: rows at chance under every condition.
+        none_learned: whether these are all rows.
+        line: the mean of chance, and its name in a picture.
+        cannot_tell: the metrics of an evaluation on which even the right answers would not exceed chance.
         solved_at: the accuracy that runs are counted by, beside the comparison of means, if the sweep names one.
     """
 
@@ -103,6 +111,13 @@ class Comparisons:
     distinct: int = 0
     significant: int = 0
     at_chance: list[str] = field(default_factory=list)
+    guessing: set[Place] = field(default_factory=set)
+    chance: str = ""
+    stated: bool = False
+    unlearned: list[str] = field(default_factory=list)
+    none_learned: bool = False
+    line: tuple[float, str] | None = None
+    cannot_tell: dict[str, Any] | None = None
     solved_at: float | None = None
 
     @property
@@ -110,26 +125,59 @@ class Comparisons:
         return FEWEST_SEEDS if self.solved_at is None else FEWEST_SEEDS_OF_SHARES
 
 
-def is_at_chance(cell: Cell | None, chance: float | None) -> bool:
-    """Whether every seed's accuracy could be that of an answer without positions."""
-    if chance is None or cell is None or cell.metric() != "eval_accuracy":
+def levels_of(cell: Cell, stated: float | None) -> dict[int | None, tuple[float, float]]:
+    """Chance and its standard error by seed, which may choose the examples; empty unless it is known for all seeds."""
+    levels = {}
+    for result in cell.results:
+        levels.setdefault(result["settings"].get("seed"), chance_of(cell.metric(), result["metrics"], stated))
+    return {} if None in levels.values() else levels
+
+
+def is_at_chance(cell: Cell, stated: float | None) -> bool:
+    """Whether every seed's result could be chance, and so could their mean."""
+    levels, values = levels_of(cell, stated), cell.by_seed()
+    if not levels or any(values[seed] > level + ABOVE_CHANCE * error for seed, (level, error) in levels.items()):
         return False
-    error = math.sqrt(chance * (1 - chance) / cell.results[0]["metrics"]["eval_samples"])
-    return max(cell.by_seed().values()) <= chance + ABOVE_CHANCE * error
+    if cell.interval is None or cell.outcomes.error_of_examples() == 0:
+        return True
+    return not exceeds(cell.outcomes, float(np.mean([level for level, _ in levels.values()])))
+
+
+def _find_chance(found: Comparisons, sweep: dict[str, Any], table: Table) -> None:
+    """Writes into `found` which rows are at chance, and what chance is."""
+    stated, first = sweep.get("chance"), columns_of(table)[0]
+    cells = {(row, column): cell for row, some in table.items() for column, cell in some.items()}
+    found.stated = stated is not None
+    found.guessing = {place for place, cell in cells.items() if is_at_chance(cell, stated)}
+    found.at_chance = [row for row in table if (row, first) in found.guessing]
+    found.unlearned = [row for row, some in table.items() if all((row, column) in found.guessing for column in some)]
+    found.none_learned = len(found.unlearned) == len(table)
+    levels = [level for cell in cells.values() for level in levels_of(cell, stated).values()]
+    if levels:
+        some, values = next(iter(cells.values())), [level for level, _ in levels]
+        shown = list(dict.fromkeys(some.number(bound(values)) for bound in (min, max)))
+        about = "" if found.stated else f" ({'any constant answer' if some.metric() == 'eval_auc' else MOST_FREQUENT})"
+        unit = "%" if some.metric() == "eval_accuracy" else ""
+        found.chance = f"{' – '.join(shown)}{unit}{about}"
+        found.line = float(np.mean(values)), "without positions" if found.stated else "chance"
+    if found.none_learned and all(level + ABOVE_CHANCE * error >= 1 for level, error in levels):
+        found.cannot_tell = next(iter(cells.values())).results[0]["metrics"]
 
 
 def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
     """The tests of the pairs that `compare` of the sweep names, corrected together."""
-    chance, columns = sweep.get("chance"), columns_of(table)
     found = Comparisons(solved_at=sweep.get("solved_at"))
-    found.at_chance = [row for row, cells in table.items() if is_at_chance(cells.get(columns[0]), chance)]
+    _find_chance(found, sweep, table)
     tests: dict[tuple, tuple[Any, Test]] = {}
     for entry in sweep.get("compare", []):
         same_models = "against" not in entry
         metric = f"eval_{entry['metric']}" if "metric" in entry else None
         for (row, column), (base_row, base_column) in find_pairs(entry, table):
             base, other = table[base_row].get(base_column), table[row].get(column)
-            if base is None or other is None or is_at_chance(base, chance):
+            if base is None or other is None:
+                continue
+            guessing = [place in found.guessing for place in ((base_row, base_column), (row, column))]
+            if all(guessing) or (found.stated and guessing[0]):
                 continue
             if same_models and np.array_equal(base.outcomes.values, other.outcomes.values):
                 # One evaluation under two names.

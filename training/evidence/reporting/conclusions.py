@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
+from training.common.chance import ABOVE_CHANCE, cannot_tell
 from training.evidence.reporting.comparisons import (
     Comparison,
     Comparisons,
@@ -29,22 +30,53 @@ Names = dict[str, str]
 
 def conclude(found: Comparisons, table: Table) -> str:
     """Which differences are significant, or why there are no tests and what the table shows, in one paragraph."""
+    if found.none_learned:
+        return _none_learned(found)
     names = names_in_prose(table)
     parts = _significant(found, table, names)
     seeds = _numbers_of_seeds(table)
     if not found.made:
         parts.append(_not_tested(found, seeds))
-        parts.append(_best(table, names) if found.solved_at is None else who_solves(table, found.solved_at, names))
+        parts.append(
+            _best(found, table, names) if found.solved_at is None else who_solves(table, found.solved_at, names)
+        )
         parts.append(_spread(table))
     elif seeds[0] < found.fewest_seeds:
         parts.append(f"Rows of fewer than {found.fewest_seeds} seeds are not tested.")
-    if found.at_chance:
+    if found.stated and found.at_chance:
         parts.append(f"At chance: {_listed([names[row] for row in found.at_chance])}.")
+    elif found.chance and not found.stated:
+        parts += [f"Chance is {found.chance}.", *_guessing(found, table, names)]
     return " ".join(part for part in parts if part)
+
+
+def _none_learned(found: Comparisons) -> str:
+    """What stands in the place of tests and of the best row where all rows could be guessing."""
+    if found.cannot_tell is not None:
+        return cannot_tell(found.cannot_tell)
+    # An answer without positions, which a file of a sweep states, may be the best that a model can give.
+    advice = "" if found.stated else " Train longer."
+    return f"No model has learned: none is above chance, {found.chance}, by {ABOVE_CHANCE} standard errors.{advice}"
+
+
+def _guessing(found: Comparisons, table: Table, names: Names) -> list[str]:
+    """The rows that have not learned, and those that guess under some conditions."""
+    rows = [names[row] for row in found.unlearned]
+    parts = (
+        [f"Not above it by {ABOVE_CHANCE} standard errors, so not learned: {_listed(rows)}. Train longer."]
+        if rows
+        else []
+    )
+    for column in columns_of(table):
+        some = [names[row] for row, at in found.guessing if at == column and row not in found.unlearned]
+        parts += [f"Not above it with {column}: {_listed(sorted(some))}."] if some else []
+    return parts
 
 
 def summarise(found: Comparisons, table: Table) -> str:
     """The same in short, for a table of all sweeps: differences of means alone."""
+    if found.none_learned:
+        return _none_learned(found)
     if not found.made:
         return _not_tested(found, _numbers_of_seeds(table))
     names, sentences = names_in_prose(table), []
@@ -113,7 +145,7 @@ def _significant(found: Comparisons, table: Table, names: Names) -> list[str]:
     open_ones = [one for one in differences if not one.significant and not one.unchanged]
     if open_ones and not significant:
         parts.append(f"No difference is significant (tests: {found.distinct}).")
-        parts += [_best(table, names)] if found.solved_at is None else []
+        parts += [_best(found, table, names)] if found.solved_at is None else []
     elif len(open_ones) <= MOST_OPEN:
         parts += [f"Not significant: {', '.join(_pair(one, names) for one in open_ones)}."] if open_ones else []
     else:
@@ -239,12 +271,16 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MOST_LISTED]) + more
 
 
-def _best(table: Table, names: Names) -> str:
-    """The best rows under every condition, and the worst if there is one condition."""
+def _best(found: Comparisons, table: Table, names: Names) -> str:
+    """
+    The best rows under every condition, and the worst if there is one condition. Rows that guess have no order among
+    themselves.
+    """
     parts, columns, lower = [], columns_of(table), False
     for column in columns:
         cells = {row: some[column] for row, some in table.items() if column in some}
-        if len(cells) < 2:
+        guessing = [row for row in cells if (row, column) in found.guessing]
+        if len(cells) < 2 or len(guessing) == len(cells):
             continue
         first = next(iter(cells.values()))
         lower = first.metric() in LOWER_IS_BETTER
@@ -258,7 +294,11 @@ def _best(table: Table, names: Names) -> str:
         parts.append(
             where
             + best
-            + (f"; {'highest' if lower else 'lowest'}: {worst}" if len(columns) == 1 and best != worst else "")
+            + (
+                f"; {'highest' if lower else 'lowest'}: {worst}"
+                if len(columns) == 1 and best != worst and len(guessing) < 2
+                else ""
+            )
         )
     if not parts:
         return ""

@@ -48,12 +48,12 @@ LEGEND_WIDTH, LEGEND_HANDLE = 112, 8
 LOGARITHMIC = 8
 
 
-def plot(table: Table, title: str, path: Path, chance: float | None = None) -> None:
+def plot(table: Table, title: str, path: Path, chance: tuple[float, str] | None = None) -> None:
     """
     Draws a sweep: lines if a condition or setting is a number, else a row of points for each model.
 
     Args:
-        chance: The accuracy of an answer without positions, drawn as a line.
+        chance: The result of an answer without looking, drawn as a line, and its name.
     """
     label = METRICS[next(iter(next(iter(table.values())).values())).metric()]
     lines, number = find_lines(table)
@@ -79,8 +79,9 @@ def plot(table: Table, title: str, path: Path, chance: float | None = None) -> N
         axes.set_axisbelow(True)
         if conditions > 1:
             figure.legend(frameon=False, loc="outside lower center", ncols=3)
-    if chance is not None and label == "accuracy":
-        _draw_chance(axes, 100 * chance, across=not lines)
+    if chance is not None:
+        level, name = chance
+        _draw_chance(axes, (100 if label == "accuracy" else 1) * level, name, across=not lines)
     low, high = axes.get_ylim() if lines else axes.get_xlim()
     missing = max(LEAST_SPAN[label] - (high - low), 0) / 2
     (axes.set_ylim if lines else axes.set_xlim)(low - missing, high + missing)
@@ -148,13 +149,13 @@ def _save(figure, title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_chance(axes, accuracy: float, across: bool) -> None:
-    """A line at the accuracy of an answer without positions, with its name at one end."""
+def _draw_chance(axes, accuracy: float, name: str, across: bool) -> None:
+    """A line with its name at one end."""
     (axes.axvline if across else axes.axhline)(accuracy, color="#555555", linestyle=":", linewidth=1.2)
     place = {"x": accuracy, "y": 1.0} if across else {"x": 1.0, "y": accuracy}
     transform = axes.get_xaxis_transform() if across else axes.get_yaxis_transform()
     aligned = {"ha": "center", "va": "bottom"} if across else {"ha": "right", "va": "bottom"}
-    axes.text(**place, s="without positions", transform=transform, color="#555555", fontsize=8, **aligned)
+    axes.text(**place, s=name, transform=transform, color="#555555", fontsize=8, **aligned)
 
 
 def find_lines(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:

@@ -13,7 +13,6 @@ import numpy as np
 from training.evidence.reporting.comparisons import (
     Comparisons,
     columns_of,
-    is_at_chance,
     make_comparisons,
     num_epochs,
     solved_table,
@@ -123,7 +122,7 @@ class Section:
         if paired and tested_models(self.found, self.table):
             plot_differences(self.found, self.table, self.title_of_picture, path)
         else:
-            plot(self.table, self.title_of_picture, path, self.sweep.get("chance"))
+            plot(self.table, self.title_of_picture, path, self.found.line)
 
     @property
     def missing_hours(self) -> float:
@@ -152,15 +151,13 @@ class Section:
         lines.append(_results_table(table, conditions, figures, shown))
         if missing := _missing_models(sweep, table, self.common) if sweep else []:
             lines.append(f"Not measured yet: {'; '.join(missing)}.")
-        further = [_drops(table, conditions, figures), tests_table(found, table)]
+        further = [_drops(table, conditions, figures, found), tests_table(found, table)]
         if found.solved_at is not None:
             further.insert(0, solved_table(table, found.solved_at))
-        further += [
-            FURTHER_TABLES[name](table, paper.get(name, {}), sweep.get("chance")) for name in sweep.get("report", [])
-        ]
+        further += [FURTHER_TABLES[name](table, paper.get(name, {}), found) for name in sweep.get("report", [])]
         metric = next(iter(next(iter(table.values())).values())).metric()
         if conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map") and found.solved_at is None:
-            further.append(_epochs(table, sweep.get("chance")))
+            further.append(_epochs(table, found))
         lines += [part for made in further if made for part in made]
         lines.append(f"![{self.title}]({self.folder}/{self.results[0]['sweep']}.png)")
         if self.few_seeds:
@@ -314,7 +311,7 @@ def _command(folder: str, result: dict[str, Any]) -> str:
     return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"
 
 
-def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Part | None:
+def _drops(table: Table, conditions: list[str], figures: dict[str, dict], found: Comparisons) -> Part | None:
     """(before − after) / before for evaluations with shuffled patches or frames, as in LieRE's Table 5."""
     shuffles = [column for column in conditions if column.endswith(" shuffled")]
     if not shuffles or AS_TRAINED not in conditions:
@@ -337,7 +334,9 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Par
             else:
                 line.append("–")
             line.append(_percent(drop(*(float(str(value).split()[0]) for value in papers))) if all(papers) else "–")
-        if known:
+        if len(set(known.values())) < 2 or found.none_learned:
+            said.append(column)
+        else:
             most, least = max(known, key=known.get), min(known, key=known.get)
             said.append(
                 f"{column}: {most} loses most ({_percent(known[most])}), {least} least ({_percent(known[least])})"
@@ -359,7 +358,7 @@ def _with_seeds(mean: float, seeds: Iterable[float], form: Callable[[float], str
     return f"{form(mean)}<br>{', '.join(single)}" if 1 < len(single) < MANY_SEEDS else form(mean)
 
 
-def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
+def _peaks(table: Table, papers: dict[str, Any], found: Comparisons) -> Part | None:
     """The highest accuracy of all epochs, as in LieRE's Figure 4, beside the last."""
     rows, highest, lost = [], {}, 0.0
     for row, cells in table.items():
@@ -371,21 +370,23 @@ def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part |
             rows.append([row, *(_with_seeds(np.mean(values), values, _in_percent) for values in both)])
     if not rows:
         return None
-    said = (
-        f"Best epoch, mean over seeds: highest for {_first(highest)}. From the best to the last epoch, a seed loses at "
-        f"most {_in_percent(lost)} points."
+    best = (
+        "Best epoch, mean over seeds."
+        if found.none_learned
+        else f"Best epoch, mean over seeds: highest for {_first(highest)}."
     )
+    said = f"{best} From the best to the last epoch, a seed loses at most {_in_percent(lost)} points."
     return said, markdown(["", "highest of all epochs", "last epoch"], rows, "---:")
 
 
 def _first(values: dict[str, float], form: str = "{:.1%}", lowest: bool = False) -> str:
-    """The row with the highest or lowest value, and this value."""
-    row = (min if lowest else max)(values, key=values.get)
-    return f"{row} ({form.format(values[row])})"
+    """The rows with the highest or lowest value as it is shown, and this value."""
+    shown = form.format((min if lowest else max)(values.values()))
+    return f"{', '.join(row for row, value in values.items() if form.format(value) == shown)} ({shown})"
 
 
 def _further_metric(
-    metric: str, title: str, said: str, table: Table, papers: dict[str, Any], chance: float | None
+    metric: str, title: str, said: str, table: Table, papers: dict[str, Any], found: Comparisons
 ) -> Part | None:
     header, rows, means = ["", title, *(["paper"] if papers else [])], [], {}
     for row, cells in table.items():
@@ -395,10 +396,12 @@ def _further_metric(
             rows.append([row, str(cell), *([str(papers.get(row, "–"))] if papers else [])])
     if not rows:
         return None
+    if found.none_learned:
+        return f"{title.capitalize()}, mean over seeds.", markdown(header, rows, "---:")
     return f"{said}: {_first(means, '{:.3f}', metric == 'eval_loss')}.", markdown(header, rows, "---:")
 
 
-def _precisions(table: Table, papers: dict[str, list[float]], chance: float | None) -> Part | None:
+def _precisions(table: Table, papers: dict[str, list[float]], found: Comparisons) -> Part | None:
     """COCO's average precisions in percent, as in ComRoPE's Table 2, without sizes that no object has."""
     names = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
     some = [result["metrics"] for cells in table.values() for cell in cells.values() for result in cell.results]
@@ -421,7 +424,7 @@ def _precisions(table: Table, papers: dict[str, list[float]], chance: float | No
     return f"Highest AP, mean over seeds: {_first(means)}.", markdown(header, rows, "---:")
 
 
-def _epochs(table: Table, chance: float | None) -> Part | None:
+def _epochs(table: Table, found: Comparisons) -> Part | None:
     """
     The epochs after which each model reaches Absolute's last accuracy, as in LieRE's Figure 9, or its highest mAP, as
     in ComRoPE's Figure 4, which counts iterations of equal batches. There is nothing to reach if Absolute is at chance.
@@ -435,8 +438,8 @@ def _epochs(table: Table, chance: float | None) -> Part | None:
             histories[row] = [(epoch, float(np.mean([run[epoch] for run in runs]))) for epoch in epochs]
     if len(histories) < 2 or len(histories.get("Absolute", ())) < FEWEST_EVALUATIONS:
         return None
-    cell = next(iter(table["Absolute"].values()))
-    if is_at_chance(cell, chance):
+    column, cell = next(iter(table["Absolute"].items()))
+    if ("Absolute", column) in found.guessing:
         return None
     is_accuracy = cell.metric() == "eval_accuracy"
     last, goal = histories["Absolute"][-1] if is_accuracy else max(histories["Absolute"], key=lambda point: point[1])
@@ -455,7 +458,7 @@ def _epochs(table: Table, chance: float | None) -> Part | None:
 
 
 FURTHER_TABLES = {
-    "epochs": lambda table, _, chance: _epochs(table, chance),
+    "epochs": lambda table, _, found: _epochs(table, found),
     "peak": _peaks,
     # As in LieRE's Table 9.
     "losses": partial(_further_metric, "eval_loss", "loss", "Lowest loss"),

@@ -128,6 +128,12 @@ def bootstrap_mean(outcomes: Outcomes) -> Interval:
     return Interval(mean, float(low), float(high))
 
 
+def exceeds(outcomes: Outcomes, bound: float) -> bool:
+    """Whether the mean for other seeds, draws and examples exceeds `bound`, by a t-test at the level of three sigma."""
+    error, freedom = _combine(outcomes.variances())
+    return outcomes.mean - bound > float(stats.t(freedom).isf(stats.norm.sf(3))) * error
+
+
 def compare(first: Outcomes, second: Outcomes, margin: float | None = None, paired_seeds: bool = False) -> Test:
     """
     t-test of the mean of `second - first`, for other seeds, draws and examples. Draws and examples are paired.

@@ -53,6 +53,8 @@ COMPARE_KEYS = ("against", "against_condition", ROWS, "beside", "under", "metric
 LONGEST_NAME = 200
 # The Trainer's name.
 METRICS_FILE = "eval_results.json"
+# Of a run that evaluates at several sizes; older ones lack chance.
+MEASURES = ("accuracy", "accuracy_low", "accuracy_high", "loss", "chance")
 # Additional tables in the reports of some sweeps.
 REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
 
@@ -330,7 +332,7 @@ def _read_sizes(folder: Path, run: dict[str, Any], with_losses: bool) -> list[di
             if entry["image_size"] == run["model"].get("image_size")
             else {"image_size": entry["image_size"]},
             "metrics": {"eval_samples": entry["samples"]}
-            | {f"eval_{name}": entry[name] for name in ("accuracy", "accuracy_low", "accuracy_high", "loss")},
+            | {f"eval_{name}": entry[name] for name in MEASURES if name in entry},
             **_read_examples(folder, with_losses, f"{entry['image_size']}_"),
         }
         for entry in _read(folder / RESOLUTIONS_FILE)["resolutions"]

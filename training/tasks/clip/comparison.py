@@ -59,7 +59,7 @@ from training.tasks.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroSho
 
 
 MODEL_FOLDERS = ("patched", "unpatched")
-MEASURES = [f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")]
+MEASURES = [*(f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")), "chance"]
 
 
 class FineTuningTrainer(ClassificationTrainer):
@@ -200,6 +200,7 @@ class Comparison:
         if trainer.is_world_process_zero():
             write_record(folder, CONFIG_FILE, self._resolved(wanted))
             write_record(folder, ENVIRONMENT_FILE, environment())
+        trainer.starts_new = self.model_args.model_name_or_path is None
         if learning:
             metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
             metrics["parameters"] = sum(parameter.numel() for _, parameter in classifier.own_parameters())
