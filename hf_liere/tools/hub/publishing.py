@@ -37,7 +37,7 @@ from ...storage.client import (
     translate_hub_errors,
     wait_to_retry,
 )
-from ...storage.saved_model import ModelFolder, SavedModel, differing_files, files_by_name
+from ...storage.saved_model import ModelFolder, SavedModel, file_digest, files_by_name
 from . import reload_check
 from .cards import Card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
@@ -172,9 +172,15 @@ def publish(
         left = tuple(name for name in present if name not in (*files, *obsolete, ".gitattributes"))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files), left)
         listed = retry(lambda: remote_digests(api, repo_id, commit))
-        if wrong := differing_files(Path(folder), {name: listed.get(name, "") for name in files}):
+        if wrong := [name for name, file in files.items() if not _has_digest(file, listed.get(name, ""))]:
             raise HubError(f"{repo_id} at {commit} differs from the push: {', '.join(wrong)}. Push again.")
     return published
+
+
+def _has_digest(file: CommitOperationAdd, digest: str) -> bool:
+    if digest.startswith("git:"):
+        return digest == file_digest(Path(str(file.path_or_fileobj)), "git")
+    return digest == f"sha256:{file.upload_info.sha256.hex()}"
 
 
 def _obsolete_files(api: HfApi, repo_id: str, commit: str, names: Iterable[str], pushed: Collection[str]) -> list[str]:
