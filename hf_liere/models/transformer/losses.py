@@ -27,8 +27,8 @@ class AcceptsCount:
 
 def sequence_loss(labels, pooled_logits, config, num_items_in_batch=None, **kwargs) -> torch.Tensor:
     """As transformers; means that ignore the number of items become this batch's share of the mean over all labels."""
-    kwargs["num_items_in_batch"] = num_items_in_batch
-    loss = ForSequenceClassificationLoss(labels, pooled_logits, config, **kwargs)
-    if num_items_in_batch is None or config.problem_type == "single_label_classification":
+    count = num_items_in_batch
+    loss = ForSequenceClassificationLoss(labels, pooled_logits, config, num_items_in_batch=count, **kwargs)
+    if count is None or config.problem_type == "single_label_classification":
         return loss
-    return loss * (labels.ne(IGNORED_LABEL).sum() / num_items_in_batch).to(loss.device)
+    return loss * (labels.ne(IGNORED_LABEL).sum() / count).to(loss.device)
