@@ -1,17 +1,21 @@
 """Checks of what the caller gives: tensors, and positions in place of those of a grid."""
 
 import math
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ..fast.dispatch import values_are_unknown, working_dtype
+from ..rotation.exponential import skew
 from .kinds import needs_spacing
 from .positions import TokenPositions
 from .starts import start_of
 
 
 logger = logging.get_logger(__name__)
+# Tokens among which neighbours are looked for.
+NEIGHBOURS = 512
 
 
 def place_given(
@@ -33,6 +37,7 @@ def place_given(
     check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
     coordinates = zero_hidden(coordinates, visible)  # (…, N or P + N, A)
     check_coordinates(config, coordinates)
+    warn_of_units(config, coordinates)
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
         origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
@@ -64,18 +69,51 @@ def check_shape(
 
 
 def check_coordinates(config, positions: torch.Tensor) -> None:
-    """Raises `ValueError` if the user's `positions` are not floating point or not finite; warns of degrees."""
+    """Raises `ValueError` if the user's `positions` are not floating point or not finite."""
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
-    if values_are_unknown(positions):
-        return
-    if not torch.isfinite(positions).all():
+    if not values_are_unknown(positions) and not torch.isfinite(positions).all():
         raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
-    if start_of(config).takes_orientations and (positions.detach().norm(dim=-1) > 2 * math.pi).any():
-        logger.warning_once(
-            "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
-            "torch.deg2rad converts degrees."
-        )
+
+
+@torch.no_grad()
+def warn_of_units(config, positions: torch.Tensor, encoding: Any = None) -> None:
+    """
+    Warns of orientations in degrees; and, given the encoding of a layer, of positions whose neighbours are further
+    apart than half a turn of most channels, or which their type rounds to others.
+    """
+    if not positions.numel() or values_are_unknown(positions, *(encoding.parameters() if encoding else ())):
+        return
+    if start_of(config).takes_orientations:
+        if (positions.norm(dim=-1) > 2 * math.pi).any():
+            logger.warning_once(
+                "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
+                "torch.deg2rad converts degrees."
+            )
+    elif encoding is not None:
+        entries = encoding.entries(positions.device)[:, 0].flatten(1, 2)  # (A, blocks of all heads, b(b−1)/2)
+        generators = skew(entries.to("cpu", torch.float64), encoding.block_size)  # (A, blocks of all heads, b, b)
+        places = positions.reshape(-1, *positions.shape[-2:])[0, :NEIGHBOURS].to("cpu", torch.float64)  # (N, A)
+        distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")  # (N, N)
+        nearest, other = distances.where(distances > 0, math.inf).min(dim=1)  # (N,) each
+        token = nearest.where(nearest.isfinite(), math.nan).nanmedian(0).indices
+        step, extent = places[other[token]] - places[token], (places.amax(0) - places.amin(0)).max()  # (A,)
+        if extent > 1 and torch.linalg.svdvals(torch.tensordot(step, generators, 1)).median() > math.pi:
+            logger.warning_once(
+                f"Neighbouring tokens are {nearest[token]:.3g} apart, at which most channels turn by more than half a "
+                f"turn: divide positions by their range, here {extent:.3g}, or lower rotary_init_scale."
+            )
+        largest = positions.abs().flatten(0, -2).amax(0).to("cpu", torch.float64)  # (A,)
+        mantissa, exponent = torch.frexp(largest)  # (A,) each
+        spacing = torch.finfo(positions.dtype).eps * 2.0 ** (
+            exponent - 1 - (mantissa == 0.5).int()
+        )  # (A,), below the largest
+        rate = torch.linalg.svdvals(generators).amax((1, 2))  # (A,)
+        if (spacing * rate.where(rate > 0, 1.0) > 1).any():
+            logger.warning_once(
+                f"Positions in {positions.dtype} up to {largest.max():.3g} are {spacing.max():.3g} apart, so that "
+                "neighbours may have the same: subtract a common origin in float64, before other types round them."
+            )
 
 
 def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

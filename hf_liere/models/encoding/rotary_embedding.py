@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from ..fast.dispatch import values_are_unknown
 from ..parts import check_name
 from ..probing.planes import channel_pairs
 from ..probing.tables import Tables
@@ -15,7 +16,7 @@ from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
 from .folding import EncodingConfig, build_encoding, fold_encoding
-from .given_positions import check_coordinates
+from .given_positions import check_coordinates, warn_of_units
 from .kinds import ENCODINGS, generators_commute
 from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into, reorder_channels
@@ -79,6 +80,9 @@ class LieRotaryEmbedding(Tables):
         ValueError: if key heads do not divide query heads, or the encoding does not support these sizes, pairs of
             channels or frequencies.
     """
+
+    # Units are looked at once, at the first call outside of a graph.
+    has_seen_positions = False
 
     def __init__(
         self,
@@ -352,6 +356,10 @@ class LieRotaryEmbedding(Tables):
                 f"positions of shape {tuple(positions.shape)} must be (tokens, {self.num_axes}) or (batch, tokens, "
                 f"{self.num_axes}), with a coordinate for each of num_axes={self.num_axes}."
             )
+        is_given = not isinstance(positions, GridPositions)
+        if is_given and not values_are_unknown(positions.coordinates) and not self.has_seen_positions:
+            self.has_seen_positions = True
+            warn_of_units(self.config, positions.coordinates, self.encoding)
         return positions
 
     def _rotation(

@@ -1,6 +1,8 @@
 """The rotations as a layer for any attention, against the plain reference in float64 and the image model."""
 
 import copy
+import logging
+import re
 
 import layer_worker
 import pytest
@@ -12,6 +14,7 @@ from pairwise import pairwise
 from slow_cases import slow_except
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.utils import logging as transformers_logging
 
 from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions
 from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
@@ -484,3 +487,57 @@ def test_two_processes_take_the_step_of_one(kind, tmp_path):
         # Means of two halves instead of one mean.
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-6, msg=name)
     assert (weights["blocks.0.rotary.encoding.generators"] - before).abs().max() > 1e-4
+
+
+SECONDS = 1.7e9 + torch.arange(40, dtype=torch.float64).unsqueeze(-1)  # since 1970
+TOKENS = torch.arange(300.0).unsqueeze(-1)
+ROPE = {"frequencies": 1e4 ** -(torch.arange(8.0) / 8).unsqueeze(0), "block_size": 8}
+MIXED = {"position_encoding": "rope_mixed"}
+
+
+@pytest.mark.parametrize(
+    "positions, fields, warned",
+    [
+        (300 * torch.rand(100, 3), {}, "tokens are .* apart, .*divide positions by their range, here (2|300)"),
+        (TOKENS, {}, "tokens are 1 apart, .* here 299"),
+        (TOKENS.expand(2, -1, -1), {"block_size": 3}, "tokens are 1 apart"),
+        (SECONDS.float(), MIXED, r"torch.float32 up to 1.7e\+09 are 128 apart, .*subtract a common origin"),
+        (SECONDS.float(), {"rotary_init": "zeros"}, "are 128 apart, so that neighbours may have the same"),
+        (TOKENS.bfloat16(), MIXED, "torch.bfloat16 up to 300 are 2 apart"),
+        (torch.rand(100, 3), {}, None),
+        (torch.rand(9, 3), {}, None),
+        (torch.rand(3, 2), {"block_size": 16}, None),
+        (300 * torch.rand(100, 3) / 300, {}, None),
+        (SECONDS, MIXED, None),
+        (SECONDS.float() - 1.7e9, MIXED, None),
+        (TOKENS, {"position_encoding": "axial_rope"}, None),
+        (TOKENS, ROPE, None),
+        (5e5 + TOKENS, ROPE, None),
+        (TOKENS[:256].bfloat16(), MIXED, None),
+        (torch.full((5, 2), 7.0), {}, None),
+        (torch.zeros(0, 2), {}, None),
+    ],
+)
+def test_units_are_looked_at_in_the_first_call(positions, fields, warned, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("hf_liere.models.encoding.given_positions"), "propagate", True)
+    torch.manual_seed(0)
+    rotary, states = (
+        LieRotaryEmbedding(2, 16, positions.shape[-1], **fields),
+        torch.randn(2, 2, positions.shape[-2], 16),
+    )
+    for _ in range(2):
+        transformers_logging.warning_once.cache_clear()
+        rotary.rotate(states, positions)
+    assert len(caplog.messages) == (warned is not None)
+    assert warned is None or re.search(warned, caplog.text)
+
+
+def test_units_are_no_matter_of_graphs():
+    rotary, states = LieRotaryEmbedding(2, 16, 1), torch.randn(1, 2, 300, 16)
+    torch.compile(rotary.rotate, backend="eager", fullgraph=True)(states, TOKENS)
+    assert not rotary.has_seen_positions
+    rotary.rotate(states, grid_positions((300,)))
+    assert not rotary.has_seen_positions
+    rotary.rotate(states, TOKENS)
+    assert rotary.has_seen_positions
