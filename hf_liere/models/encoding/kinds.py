@@ -1,5 +1,7 @@
 """Registers of encodings, starts and conventions of coordinates, and the block sizes that encodings accept."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +107,12 @@ class Convention:
     is_proportional: bool = False
     centre: float | None = None
     extents: Callable | None = None
+
+    @functools.cached_property
+    def samples(self) -> tuple[float, ...]:
+        """The coordinates of patches of a few grids: those of another function are others."""
+        sizes = itertools.product((2, 3, 5), (3, 4), (3, 5))  # n, n₀ and w
+        return tuple(float(self.place(i, n, *others)) for n, *others in sizes for i in range(n))
 
 
 def convention_of(config) -> Convention | None:

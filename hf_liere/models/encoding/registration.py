@@ -1,19 +1,28 @@
 """Encodings, starts and coordinates of users."""
 
+import contextlib
 import importlib
+import itertools
+import math
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ..rotation.exponential import skew
+from ..rotation.model_basis import rotate_one
+from .folding import EncodingConfig
 from .kinds import CONVENTIONS, ENCODINGS, STARTS, Convention
+from .positions import TokenPositions, in_unit
 from .rotary_encoding import RotaryEncoding
 from .starts import Start
 
 
 Encoding = TypeVar("Encoding", bound=type[RotaryEncoding])
 Chosen = TypeVar("Chosen", bound=type[Start])
+# Largest deviation, relative for generators, that rounding explains: code of users may compute in float32.
+CLAIM_ROUNDING = 1e-5
 
 
 def register_encoding(encoding: Encoding) -> Encoding:
@@ -49,11 +58,77 @@ def register_encoding(encoding: Encoding) -> Encoding:
         The class, so that this is a decorator too.
 
     Raises:
-        ValueError: if it has no name, or another class has it.
+        ValueError: if it has no name, another class has it, or generators at random parameters are not as it says.
     """
+    known = {encoding.name: ENCODINGS[encoding.name]} if encoding.name in ENCODINGS else {}
     ENCODINGS.register(encoding.name, encoding)
+    try:
+        check_claims(encoding.name, encoding)
+    except ValueError:
+        del ENCODINGS[encoding.name]
+        ENCODINGS.update(known)
+        raise
     encoding.check = staticmethod(check_entries)
     return encoding
+
+
+@torch.no_grad()
+def check_claims(name: str, kind: type[RotaryEncoding]) -> None:
+    """
+    Measures what an encoding says of itself for small heads, and whether it commutes if it does not say. Raises
+    `ValueError` for a wrong claim.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        for axes, head_dim in itertools.product([kind.only_axes] if kind.only_axes else [3, 2], (24, 64)):
+            for size in kind.block_sizes.accepted(head_dim, axes)[:3]:
+                # Code of users may fail for these sizes in any way; for others it is refused when a model is built.
+                with contextlib.suppress(Exception):
+                    config = EncodingConfig(
+                        position_encoding=name,
+                        block_size=size,
+                        num_axes=axes,
+                        num_hidden_layers=1,
+                        num_attention_heads=2,
+                        head_dim=head_dim,
+                    )
+                    found.append(_deviations(kind(config, axes).double().eval()))
+    claims = ("commutes", "proportional", "serves_one_axis", "product")
+    largest = {claim: max((float(each[claim]) for each in found), default=1.0) for claim in claims}
+    if "commutes" not in vars(kind):
+        kind.commutes = largest["commutes"] < CLAIM_ROUNDING
+    for claim in claims if found else ():
+        value, holds = getattr(kind, claim), largest[claim] < CLAIM_ROUNDING
+        if not holds if value or claim == "product" else holds and claim == "commutes":
+            raise ValueError(
+                f"{kind.__name__} has {claim} = {value}, but at random parameters its generators or rotations differ "
+                f"from those with {claim} = {value or claim != 'product'} by {largest[claim]:.2g} of their size; "
+                f"accepted: {claim} = {not value}, or other entries."
+            )
+
+
+def _deviations(encoding: RotaryEncoding) -> dict[str, torch.Tensor]:
+    """By claim, how far an encoding is from it at random parameters, relative to the size of its generators."""
+    for parameter in encoding.parameters():
+        parameter.normal_()
+    check_entries(encoding)
+    entries = encoding.entries(torch.device("cpu")).double()
+    rows = entries.flatten(1, 3)  # (A, blocks of all heads, b(b−1)/2)
+    blocks = skew(rows, encoding.block_size)  # (A, blocks of all heads, b, b)
+    products, size = blocks.unsqueeze(1) @ blocks, blocks.abs().max()  # (A, A, blocks of all heads, b, b)
+    places, head_dim = torch.randn(3, encoding.num_axes, dtype=torch.float64), encoding.config.head_dim  # (N, A)
+    turns: Any = encoding(TokenPositions(places), torch.float64)
+    states = wanted = torch.randn(1, 2, 3, head_dim, dtype=torch.float64)
+    for factor in reversed(places.diag_embed().unbind(1) if encoding.product else [places]):
+        # What follows from the entries alone.
+        alone: Any = RotaryEncoding.rotations_from(encoding, TokenPositions(factor), entries, torch.float64)
+        wanted = rotate_one(alone[0], wanted, 2)
+    return {
+        "commutes": (products - products.transpose(0, 1)).abs().max() / size**2,
+        "proportional": torch.linalg.svdvals(rows.transpose(0, 1))[:, 1:].norm() / size,
+        "serves_one_axis": rows.norm(dim=-1).sort(dim=0).values[:-1].norm() / size,
+        "product": (rotate_one(next(iter(turns)), states, 2) - wanted).abs().max(),
+    }
 
 
 @torch.no_grad()
@@ -107,8 +182,43 @@ def register_coordinates(name: str, convention: Convention) -> None:
     register_coordinates("halves", Convention("0, ½, 1, …", lambda index, size, trained, width: index / 2, True))
     config = LieREViTConfig(coordinates="halves")
     ```
+
+    Raises:
+        ValueError: as [`register_encoding`], or if patches of small grids are not where the convention says.
     """
+    check_convention(name, convention)
     CONVENTIONS.register(name, convention)
+
+
+def check_convention(name: str, convention: Convention) -> None:
+    """Raises `ValueError` if patches of small grids are not where a convention says."""
+    for sizes in itertools.product((1, 2, 3, 6), (2, 3), (1, 2, 3, 6)):
+        (size, _, width), place, centre = sizes, convention.place, convention.centre
+        index = torch.arange(size, dtype=torch.float64)
+        found = index.new_tensor([math.nan])
+        # Some have no place for a single patch.
+        with contextlib.suppress(ZeroDivisionError):
+            found = place(index, *sizes)  # (n,)
+        if size == 1 and not found.isfinite().all():
+            continue
+        multiples = index - (size - 1) / 2 if centre == 0 else index  # (n,)
+        wanted = {
+            "place of numbers": index.new_tensor([place(i, *sizes) for i in range(size)]),
+            "place of tensors": place(index, *(index.new_tensor([each]) for each in sizes)),
+        }
+        if convention.is_proportional:
+            wanted["is_proportional=True"] = multiples * (found[-1] - found[0]) / max(size - 1, 1)
+        if centre is not None and size == width > 1:
+            wanted[f"centre={centre}"] = found - place(index.new_tensor((size - 1) / 2), *sizes) + centre
+        if convention.extents is not None:
+            wanted["extents"] = in_unit(index, *sizes)
+        for claim, places in wanted.items():
+            if not torch.allclose(found, places.to(found), rtol=0, atol=CLAIM_ROUNDING):
+                raise ValueError(
+                    f"coordinates={name!r}: with (size, trained, width) = {sizes} patches are at {found.tolist()}, and "
+                    f"with {claim} they would be at {places.tolist()}. Accepted: the centre of every input, or None; "
+                    "is_proportional for multiples of the index or, with centre=0, of the distance from the middle."
+                )
 
 
 def import_file(file: str | Path) -> None:

@@ -18,7 +18,7 @@ class EncodingTraits:
         rope_theta: Default of `rope_theta`; `None` if the encoding does not use it.
         coordinates: Default of `coordinates`.
         commutes: Whether the generators of all axes commute for any values, which makes rotations relative. Blocks of
-            two channels always do.
+            two channels always do. Measured for encodings of users that do not say.
         rotate_prefix: Default of `rotate_prefix` where the centre of an input is at ½.
         product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a).
         serves_one_axis: Whether every block has a generator for one axis only.

@@ -10,14 +10,18 @@ from fresh_process import run_code
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import hf_liere
-from hf_liere import LieREViTConfig, LieREViTForImageClassification, RotaryPatchConfig
+from hf_liere import LieREViTConfig, LieREViTForImageClassification, RotaryEncoding, RotaryPatchConfig
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.kinds import ENCODINGS, Convention
-from hf_liere.models.encoding.registration import import_file
+from hf_liere.models.encoding.commuting_encodings import ComRoPEAxialPartition
+from hf_liere.models.encoding.kinds import CONVENTIONS, DIVISORS, ENCODINGS, PLANES, Convention
+from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.encoding.registration import check_claims, check_convention, import_file
+from hf_liere.models.encoding.rotary_encoding import LieRE
 from training.common.arguments import RunArguments
 from training.common.command_line import parse_arguments
 
 
+OWN_ENCODINGS = tuple(name for name, kind in ENCODINGS.items() if kind.__module__.startswith("hf_liere."))
 OWN = {"position_encoding": "two_parameters", "block_size": 4, "rotary_init": "tenth", "coordinates": "squares"}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 PIXELS = {"image_size": 16, "patch_size": 4}
@@ -175,6 +179,145 @@ def test_wrong_classes_are_refused_when_a_model_is_built(wrong, message):
             hf_liere.LieRotaryEmbedding(2, 8, 2, position_encoding=kind.name)
     finally:
         del ENCODINGS["wrong"]
+
+
+class Free(RotaryEncoding):
+    """Generators of any kind, none of them large; it states nothing of them."""
+
+    name, description, rotary_inits, block_sizes = "free", "Free", ("normal",), DIVISORS
+
+    def __init__(self, config, num_axes):
+        super().__init__(config, num_axes)
+        self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
+
+    def entries(self, device):
+        return self.generators.tanh()
+
+
+class Multiples(Free):
+    """Generators of the axes are multiples of one matrix."""
+
+    def entries(self, device):
+        return torch.stack([self.generators[0] * (axis + 1) for axis in range(self.num_axes)])
+
+
+def register(kind, **claims):
+    try:
+        return hf_liere.register_encoding(type("Claiming", (kind,), {"name": "claiming", **claims}))
+    finally:
+        ENCODINGS.pop("claiming", None)
+
+
+def on_all_axes(self, device):
+    return self.generators.expand(self.num_axes, -1, -1, -1, -1)
+
+
+def turned_further(self, positions, *rest):
+    return Free.layer_rotations(self, TokenPositions(positions.coordinates * 2), *rest)
+
+
+@pytest.mark.parametrize(
+    "kind, claims, wrong",
+    [
+        (Free, {"commutes": True}, "commutes = True, .* accepted: commutes = False"),
+        (Multiples, {"commutes": False}, "commutes = False, .* accepted: commutes = True"),
+        (Free, {"proportional": True}, "proportional = True, .* accepted: proportional = False"),
+        (Multiples, {"serves_one_axis": True}, "serves_one_axis = True, .* accepted: serves_one_axis = False"),
+        (Free, {"product": True}, "product = True, .* accepted: product = False"),
+        (Free, {"layer_rotations": turned_further}, "product = False, .* or other entries"),
+        # Of its base class, which is one of the package.
+        (ComRoPEAxialPartition, {"entries": on_all_axes}, "has serves_one_axis = True"),
+    ],
+)
+def test_what_an_encoding_says_of_itself_is_measured(kind, claims, wrong):
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"Claiming .*{wrong}"):
+        register(kind, **claims)
+    assert "claiming" not in ENCODINGS and torch.equal(torch.get_rng_state(), state)
+
+
+def test_whether_an_encoding_commutes_is_measured_if_it_does_not_say(monkeypatch):
+    assert not register(Free).commutes and register(Free, block_sizes=PLANES).commutes
+    assert register(Multiples, proportional=True).commutes and not register(Free, commutes=False).commutes
+    assert register(LieRE, block_sizes=PLANES).commutes and not register(LieRE).commutes
+    monkeypatch.setitem(ENCODINGS, "claiming", register(Free))
+    config = LieREViTConfig(position_encoding="claiming", block_size=4, **SIZES, **PIXELS)
+    model = hf_liere.LieREViTModel(config).eval()
+    folded = model.fold_rotations()
+    assert folded.config.folded_grids == [[4, 4]]
+    for size in ((16, 16), (8, 16)):
+        pixels = torch.randn(1, 3, *size)
+        with torch.no_grad():
+            found, wanted = (each(pixels).last_hidden_state for each in (folded, model))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OWN_ENCODINGS)
+def test_the_encodings_of_the_package_are_as_they_say(name):
+    said = ENCODINGS[name].commutes
+    check_claims(name, ENCODINGS[name])
+    assert ENCODINGS[name].commutes == said
+
+
+def place_halves(i, n, n0, w):
+    return (i + 0.5) / n
+
+
+@pytest.mark.parametrize(
+    "wrong, claim",
+    [
+        (Convention("", place_halves, True, 0.5), "is_proportional=True"),
+        (Convention("", place_halves, centre=0.0), "centre=0.0"),
+        (Convention("", lambda i, n, n0, w: i + 1, True), "is_proportional=True"),
+        (Convention("", lambda i, n, n0, w: i * i, True), "is_proportional=True"),
+        (Convention("", lambda i, n, n0, w: i - (n - 1) / 2, True), "is_proportional=True"),
+        (Convention("", lambda i, n, n0, w: i - (w - 1) / 2, True, 0.0), "is_proportional=True"),
+        (Convention("", lambda i, n, n0, w: i / n, centre=0.5), "centre=0.5"),
+        (Convention("", lambda i, n, n0, w: i / (n - 1) if n > 1 else i + 0.5, True), "is_proportional=True"),
+        (Convention("", lambda i, n, n0, w: i * (2 if isinstance(n, int) else 1)), "place of tensors"),
+        (Convention("", lambda i, n, n0, w: i / n0, extents=lambda *_: None), "extents"),
+    ],
+)
+def test_coordinates_are_where_a_convention_says(wrong, claim):
+    with pytest.raises(ValueError, match=f"coordinates='halves': .*patches are at .*with {claim} they would be at"):
+        hf_liere.register_coordinates("halves", wrong)
+    assert "halves" not in CONVENTIONS
+
+
+def test_right_claims_of_conventions_are_accepted(monkeypatch):
+    for name in [name for name in CONVENTIONS if name != "squares"]:
+        check_convention(name, CONVENTIONS[name])
+    # The second has no place for a single patch.
+    for place, *claims in (
+        (lambda i, n, n0, w: i - (n - 1) / 2, True, 0.0),
+        (lambda i, n, n0, w: 2 / (n - 1) * i - 1, True, 0.0),
+        (lambda i, n, n0, w: i / 3, True),
+        (place_halves, False, 0.5),
+    ):
+        check_convention("right", Convention("", place, *claims))
+
+
+def test_a_convention_that_is_registered_again_ends_what_was_kept(monkeypatch):
+    """Rotations of grids that a model keeps, constants of a folded one; a grid that was made before stays as it was."""
+    for step in (1, 3):
+        convention = Convention("", lambda i, n, n0, w, step=step: i / step, True)
+        hf_liere.register_coordinates("steps", convention)
+        if step == 1:
+            config = LieREViTConfig(block_size=4, coordinates="steps", **SIZES, **PIXELS)
+            model = hf_liere.LieREViTModel(config).eval()
+            folded, grid, pixels = (
+                model.fold_rotations(),
+                hf_liere.grid_positions((4, 4), "steps"),
+                torch.randn(1, 3, 16, 16),
+            )
+        fresh = hf_liere.LieREViTModel(config).eval()
+        fresh.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            wanted, *found = (each(pixels).last_hidden_state for each in (fresh, model, folded))
+        for each in found:
+            torch.testing.assert_close(each, wanted, rtol=0, atol=1e-5)
+    del CONVENTIONS["steps"]
+    assert grid.coordinates.max() == 3
 
 
 @pytest.mark.slow
