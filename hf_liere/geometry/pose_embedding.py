@@ -266,8 +266,8 @@ class PoseEmbedding(nn.Module):
             )
         if self.rotary is None:
             return None
-        if isinstance(patches, GridPositions):
-            check_name("coordinates of patches", patches.facts.convention, ("index", "train_index"))
+        if isinstance(patches, GridPositions) and (facts := patches.facts) is not None:
+            check_name("coordinates of patches", facts.convention, ("index", "train_index"))
         (rotation,) = self.rotary.rotations(patches)
         assert isinstance(rotation, PlaneRotation), "axial RoPE rotates planes"
         times, rest = divmod(tokens, rotation.num_tokens())

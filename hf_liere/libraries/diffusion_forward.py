@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ..models.encoding.positions import TokenPositions
-from ..models.fast.dispatch import product_dtype
+from ..models.fast.dispatch import product_dtype, require
 from ..models.patched.carrying import Turn, carry, take_off
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.tower_patch import AttentionPass, Pass
 from ..models.probing.module_inspection import View
 from ..models.probing.planes import Planes
-from .rotations import apply_turn, find_coordinates, identity_turn, is_turn_at
+from .rotations import apply_turn, find_coordinates, identity_turn, turn_error
 
 
 # By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
@@ -79,9 +79,11 @@ def record_noise_level(model: Any, options: dict) -> None:
     else:
         clean, noise = patch.family.timesteps
         level = (level - clean) / (noise - clean)
-    if not torch.compiler.is_compiling() and (level != level[0]).any():
-        raise RuntimeError(f"The samples have different noise levels, {level.tolist()}; a schedule needs one.")
-    NoiseLevel(model, level[0]).begin()
+    first = level[0]
+    if len(level) > 1:
+        sentence = "The samples have different noise levels, {}; a schedule needs one."
+        first = first * require((level == first).all(), sentence, level)
+    NoiseLevel(model, first).begin()
 
 
 def carry_coordinates(tower: Any, rope: Any, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -99,12 +101,12 @@ def carry_argument(model: Any, options: dict) -> None:
     if turn is None:
         raise RuntimeError(f"{type(model).__name__} got no {patch.family.argument}, so it would not rotate: pass it.")
     coordinates = find_coordinates(turn, patch.planes)  # (N, A)
-    if not torch.compiler.is_compiling() and not is_turn_at(turn, patch.planes, coordinates):
-        raise RuntimeError(
-            "The given rotations are not those of one coordinate on every axis times the frequencies that diffusers' "
-            "pipelines use for this model; unpatch the model."
-        )
-    options[patch.family.argument] = carry_places(turn, coordinates)
+    sentence = (
+        "The given rotations are not those of one coordinate on every axis times the frequencies that diffusers' "
+        "pipelines use for this model (off by {}); unpatch the model."
+    )
+    off, tolerance = turn_error(turn, patch.planes, coordinates)
+    options[patch.family.argument] = carry_places(turn, coordinates * require(off <= tolerance, sentence, off))
 
 
 def carry_positions(model: Any, options: dict) -> None:

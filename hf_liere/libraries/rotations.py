@@ -143,23 +143,26 @@ def find_coordinates(turn: Turn, planes: Planes) -> torch.Tensor:
     return found.round() if cos.dtype in (torch.float16, torch.bfloat16) else found
 
 
-def is_turn_at(turn: Turn, planes: Planes, places: torch.Tensor) -> bool:
-    """Whether a model's own rotation is that of some planes at (…, N, A) places."""
+def turn_error(turn: Turn, planes: Planes, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far a model's own rotation is from that of some planes at (…, N, A) places, and how far rounding goes."""
     angles = planes.angles(places.to(working_dtype(places.device)))
     found = split_cos_sin(turn)
     tokens = found[0].shape[:-1]
-    if tokens.numel() != angles.shape[:-1].numel():
-        return False
-    known = split_cos_sin(turn_further(identity_turn(turn), angles.reshape(*tokens, -1), str(planes.style)))
     # Models compute angles in float32, and may round cos and sin to half types.
     rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
     tolerance = rounded + 2e-6 * angles.abs().max()
-    return all(x.shape == y.shape and bool((x - y).abs().max() <= tolerance) for x, y in zip(found, known))
+    if tokens.numel() != angles.shape[:-1].numel():
+        return tolerance + math.inf, tolerance
+    known = split_cos_sin(turn_further(identity_turn(turn), angles.reshape(*tokens, -1), str(planes.style)))
+    if any(x.shape != y.shape for x, y in zip(found, known)):
+        return tolerance + math.inf, tolerance
+    return torch.stack([(x - y).abs().max() for x, y in zip(found, known)]).max(), tolerance
 
 
 def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, library: str) -> None:
     """Raise `ValueError` if a model's own rotation is not that of some planes at (…, N, A) places."""
-    if not is_turn_at(turn, planes, places):
+    off, tolerance = turn_error(turn, planes, places)
+    if not off <= tolerance:
         raise ValueError(
             f"{label} computes other rotations than the releases of {library} that are known here do; nothing was "
             "changed."

@@ -217,6 +217,11 @@ def test_compiled_model_is_one_graph(case, config):
     with torch.no_grad():
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert torch.equal(run(compiled, inputs), run(model, inputs))
+        if case.name == COGVIDEOX.name:
+            cos, sin = inputs["image_rotary_emb"]
+            for each in (compiled, model):
+                with pytest.raises(RuntimeError, match="The given rotations are not those of one coordinate"):
+                    run(each, inputs | {"image_rotary_emb": (cos * 1.01, sin)})
 
 
 @pytest.mark.slow

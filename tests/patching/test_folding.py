@@ -9,6 +9,7 @@ from rope_cases import CASES as ROPE_CASES
 from rope_cases import build as build_rope
 from rope_cases import outputs
 from safetensors.torch import load_file
+from slow_cases import slow_except
 
 import hf_liere
 from hf_liere import (
@@ -139,6 +140,26 @@ def test_liere_of_dinov3_has_constants_of_its_grids(no_exponentials):
     no_exponentials()
     for size in ((16, 16), (16, 24)):
         assert_same(computed(folded, inputs[size]), expected[size])
+
+
+@pytest.mark.parametrize("graph", slow_except([], ["compiled", "dynamic", "exported"]))
+@torch.no_grad()
+def test_graphs_choose_constants_by_the_shape_of_an_image(graph, no_exponentials):
+    """Two grids of equally many patches, and a third one whose rotations are computed."""
+    model, _ = patched("dinov3", "liere", 4)
+    inputs = [{"pixel_values": torch.randn(2, 3, *size)} for size in ((8, 48), (16, 24), (24, 16))]
+    expected = [model(**each).last_hidden_state for each in inputs]
+    folded = model.fold_rotations([(4, 6), (6, 4)])
+
+    def exported(**inputs):
+        return torch.export.export(folded, (), inputs).module()(**inputs)
+
+    dynamic = True if graph == "dynamic" else None
+    run = exported if graph == "exported" else torch.compile(folded, backend="eager", dynamic=dynamic)
+    assert_same([run(**inputs[0]).last_hidden_state], expected[:1])
+    no_exponentials()
+    torch.compiler.reset()
+    assert_same([run(**each).last_hidden_state for each in inputs[1:]], expected[1:])
 
 
 def test_one_set_of_frequencies_becomes_a_plain_model(tmp_path):

@@ -204,6 +204,26 @@ def test_dype_ends_at_the_pretrained_frequencies(case):
         run(model, inputs)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_sees_that_noise_levels_differ():
+    """It looks at them when it runs, and an exported one, which cannot fail so, returns no numbers."""
+    model, inputs = FLUX.build(), FLUX.inputs()
+    patch(model, PLANES)
+    set_frequency_schedule(model, FrequencySchedule("ntk", [1] * 3, dype=(1.0, 2.0)))
+    compiled = torch.compile(model, backend="eager")
+    program = torch.export.export(model, (), inputs | {"timestep": torch.tensor([0.5, 0.5])}, strict=False).module()
+    for level in (0.5, 0.25):
+        same = inputs | {"timestep": torch.tensor([level, level])}
+        wanted = run(model, same)
+        for graph in (compiled, program):
+            torch.testing.assert_close(graph(**same).sample, wanted, rtol=0, atol=1e-5)
+    different = inputs | {"timestep": torch.tensor([0.5, 0.25])}
+    with pytest.raises(RuntimeError, match=r"different noise levels, \[0.5, 0.25"):
+        compiled(**different)
+    assert program(**different).sample.isnan().all()
+
+
 @torch.no_grad()
 def test_a_function_as_schedule():
     """It is given facts about the input and the layer, and decides for every plane."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..fast.dispatch import values_are_unknown, working_dtype
+from ..fast.dispatch import in_portable_graph, values_are_unknown, working_dtype
 from .grouped_positions import GroupedPositions
 from .kinds import CONVENTIONS, needs_spacing
 from .placement import Place, place_input
@@ -49,6 +49,11 @@ def distinct_grids(
     The grids of (B, A) patches per axis, each with the spacing and the (samples,) indices of its samples. Samples of
     different (A,) or (B, A) spacing do not share a grid.
     """
+    if in_portable_graph():
+        raise ValueError(
+            "An exported graph would keep the spatial_shapes of its example; accepted there: inputs of one size, or "
+            "coordinates of the grid alone, without a table and in evaluation mode."
+        )
     spacing = None if spacing is None else torch.as_tensor(spacing)
     groups: dict[tuple, tuple[torch.Tensor | None, list[int]]] = {}
     for sample, grid in enumerate(map(tuple, spatial_shapes.tolist())):

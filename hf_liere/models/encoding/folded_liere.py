@@ -11,9 +11,9 @@ from ..fast.dispatch import carry_tangents, values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .grouped_positions import GroupedPositions
-from .kinds import FOLDED
-from .positions import GridPositions, TokenPositions
-from .rotary_encoding import LieRE
+from .kinds import FOLDED, convention_of
+from .positions import TokenPositions
+from .rotary_encoding import LieRE, RotaryEncoding
 
 
 @FOLDED.offer("liere")
@@ -31,6 +31,8 @@ class FoldedLieRE(LieRE):
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
         self.grids, self.places = nn.ParameterDict(), nn.ParameterDict()
+        # Numbers, because a function could not be pickled; those of a convention that is registered again are others.
+        self.samples = None if (rule := convention_of(config)) is None else rule.samples
         for grid in config.folded_grids:
             if getattr(config, "train_grid", None) is None:
                 self.places[grid_name(grid)] = self.new_parameter(math.prod(grid), num_axes).requires_grad_(False)
@@ -60,29 +62,38 @@ class FoldedLieRE(LieRE):
 
     def _find_grid(self, positions: TokenPositions) -> str | None:
         """The name of the grid with constant rotations on which the model placed these tokens, if it did."""
-        config, has_prefix = self.config, self.config.num_prefix_tokens > 0 or positions.num_prefix_tokens == 0
-        if not isinstance(positions, GridPositions):
-            patches = positions.coordinates[..., positions.num_prefix_tokens :, :]  # (…, N, A)
-            return next((name for name, place in self.places.items() if has_prefix and _agree(patches, place)), None)
-        facts = positions.facts
-        own = facts._replace(
-            train_grid=config.train_grid,
-            convention=config.coordinates,
-            prefix_coordinate=config.prefix[1] if config.rotate_prefix else 0.0,
-        )
-        return grid_name(facts.grid) if has_prefix and grid_name(facts.grid) in self.grids and facts == own else None
+        config, facts, stored = self.config, positions.facts, [*map(tuple, self.config.folded_grids)]
+        # torch.jit.trace would keep the choice for inputs of every shape.
+        if torch.jit.is_tracing() or (config.num_prefix_tokens == 0 and positions.num_prefix_tokens > 0):
+            return None
+        if facts is not None:
+            own = facts._replace(
+                train_grid=config.train_grid,
+                convention=config.coordinates,
+                prefix_coordinate=config.prefix[1] if config.rotate_prefix else 0.0,
+            )
+            is_own = facts == own and facts.rule.samples == self.samples
+            return next((grid_name(grid) for grid in stored if is_own and grid == facts.grid), None)
+        patches = positions.coordinates[..., positions.num_prefix_tokens :, :]  # (…, N, A)
+        if not values_are_unknown(patches) and not carry_tangents(patches):
+            return next((name for name, place in self.places.items() if _agree(patches, place)), None)
+        # Graphs see no coordinates, but the shape of the input from which they were computed.
+        found = next((grid_name(grid) for grid in stored if grid == positions.grid), None)
+        return found if found in self.places and self.places[found].shape == patches.shape else None
 
     @torch.no_grad()
-    def copy_rotations(self, encoding: LieRE, rotations: dict[tuple[int, ...], Iterable[BlockRotation]]) -> None:
-        """Copy the generators of `encoding` and its rotations by their grids."""
-        self.generators.copy_(encoding.generators)
+    def copy_rotations(
+        self, encoding: RotaryEncoding, rotations: dict[tuple[int, ...], Iterable[BlockRotation]]
+    ) -> None:
+        """Copy the generators of an encoding, also of a user, and its rotations by their grids."""
+        self.generators.copy_(encoding.entries(self.generators.device))
         for grid, layers in rotations.items():
             for constant, rotation in zip(self.grids[grid_name(grid)], layers):
                 constant.copy_(rotation.blocks[0].transpose(0, 1))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        super().reset_parameters()
+        init.zeros_(self.generators)
         for constants in self.grids.values():
             init.copy_(constants, torch.eye(self.block_size).expand_as(constants))
         for place in self.places.values():
@@ -90,10 +101,8 @@ class FoldedLieRE(LieRE):
 
 
 def _agree(patches: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether patches are at these coordinates, up to float32; while a graph is recorded, whether they are as many."""
-    if patches.shape != place.shape or carry_tangents(patches):
-        return False
-    return values_are_unknown(patches, place) or (patches - place.to(patches)).abs().max().item() < 1e-5
+    """Whether patches are at these coordinates, up to float32."""
+    return patches.shape == place.shape and (patches - place.to(patches)).abs().max().item() < 1e-5
 
 
 def grid_name(grid: tuple[int, ...]) -> str:

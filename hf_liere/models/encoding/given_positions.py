@@ -91,7 +91,10 @@ def warn_of_units(config, positions: torch.Tensor, encoding: Any = None) -> None
                 "torch.deg2rad converts degrees."
             )
     elif encoding is not None:
-        entries = encoding.entries(positions.device)[:, 0].flatten(1, 2)  # (A, blocks of all heads, b(b−1)/2)
+        positions, entries = (
+            positions.detach(),
+            encoding.entries(positions.device)[:, 0].detach().flatten(1, 2),
+        )  # (A, blocks of all heads, b(b−1)/2)
         generators = skew(entries.to("cpu", torch.float64), encoding.block_size)  # (A, blocks of all heads, b, b)
         places = positions.reshape(-1, *positions.shape[-2:])[0, :NEIGHBOURS].to("cpu", torch.float64)  # (N, A)
         distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")  # (N, N)

@@ -42,11 +42,17 @@ class TokenPositions:
     Attributes:
         coordinates: (N, A), or (B, N, A) if samples differ, prefix tokens included.
         num_prefix_tokens: Number P of class and register tokens among them.
+        grid: Patches per axis of the grid on which another model placed them, by the shape of its input, or `None`.
+        facts: Everything that determines the coordinates, if they are those of a grid.
     """
 
-    def __init__(self, coordinates: torch.Tensor, num_prefix_tokens: int = 0):
+    grid: tuple[int, ...] | None = None
+    facts: "GridFacts | None" = None
+
+    def __init__(self, coordinates: torch.Tensor, num_prefix_tokens: int = 0, grid: tuple[int, ...] | None = None):
         self.coordinates = coordinates
         self.num_prefix_tokens = num_prefix_tokens
+        self.grid = grid
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,13 +81,14 @@ class TokenPositions:
         Raises:
             ValueError: for any other `coordinates`; for those of a spacing call [`place_patches`].
         """
-        if CONVENTIONS[coordinates].extents is not None:
+        rule = CONVENTIONS[coordinates]
+        if rule.extents is not None:
             raise ValueError(
                 f"coordinates={coordinates!r} follow from the spacing of an input, not from its grid alone."
             )
         device = torch.empty(0).device if device is None else device
         prefix = num_prefix_tokens, float(prefix_coordinate)
-        positions = GridPositions(GridFacts(tuple(grid), tuple(train_grid), coordinates, *prefix, device))
+        positions = GridPositions(GridFacts(tuple(grid), tuple(train_grid), coordinates, *prefix, device, rule))
         return positions if offsets is None else positions.moved(offsets)
 
     @staticmethod
@@ -121,6 +128,7 @@ class GridFacts(NamedTuple):
         num_prefix_tokens: Number P of class and register tokens.
         prefix_coordinate: Coordinate of prefix tokens on every axis.
         device: That of the coordinates.
+        rule: What had the name of the convention when the grid was made.
     """
 
     grid: tuple[int, ...]
@@ -129,22 +137,21 @@ class GridFacts(NamedTuple):
     num_prefix_tokens: int
     prefix_coordinate: float
     device: torch.device
+    rule: Convention
 
     def coordinates(self, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """(P + N, A), with patches displaced by (N, A) `offsets` in patch extents."""
-        place = CONVENTIONS[self.convention].place
         indices = patch_indices(self.grid, self.device)  # (N, A)
         indices = indices if offsets is None else indices + offsets  # (…, N, A)
         axes = zip(indices.unbind(-1), self.grid, self.train_grid)  # ((N,), n, n₀) for every axis
-        patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
+        patches = torch.stack([self.rule.place(*axis, self.grid[-1]) for axis in axes], dim=-1)
         return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)  # (P + N, A)
 
     def rays(self) -> Rays | None:
         """Rays from the origin, if prefix tokens sit there and the first patch or the middle of the grid does."""
-        convention = CONVENTIONS[self.convention]
-        if not convention.is_proportional or (self.prefix_coordinate != 0 and self.num_prefix_tokens):
+        if not self.rule.is_proportional or (self.prefix_coordinate != 0 and self.num_prefix_tokens):
             return None
-        return Rays(self.grid, self.num_prefix_tokens, convention.centre == 0)
+        return Rays(self.grid, self.num_prefix_tokens, self.rule.centre == 0)
 
 
 class GridPositions(TokenPositions):
@@ -163,12 +170,17 @@ class GridPositions(TokenPositions):
         return self._shown
 
     @property
-    def facts(self) -> GridFacts:
-        """Everything that determines the coordinates; `ValueError` if these were changed in place."""
+    def facts(self) -> GridFacts | None:  # type: ignore[override]
+        """
+        Everything that determines the coordinates; `ValueError` if these were changed in place. `None` if they were
+        read and a graph would not see a change: they count then, as those of any tokens.
+        """
         shown = self._shown
-        if shown is None or values_are_unknown(shown) or shown.is_inference():
+        if shown is None:
             return self._facts
-        if shown._version or shown.requires_grad:
+        if values_are_unknown(shown):
+            return None
+        if shown.requires_grad or not torch.equal(shown, self._facts.coordinates()):
             raise ValueError(
                 "The coordinates of a grid were changed in place; accepted: positions.moved(offsets), with offsets in "
                 "patch extents, or a tensor of coordinates instead of a grid."
@@ -182,16 +194,20 @@ class GridPositions(TokenPositions):
 
     def moved(self, offsets: torch.Tensor) -> TokenPositions:
         """The same tokens with patches displaced by (…, N, A) `offsets` in patch extents; they are no grid then."""
+        if self.facts is None:
+            raise ValueError("The coordinates of a grid were read in a graph; accepted there: moved(offsets) before.")
         return self._replace(self.facts.coordinates(offsets))  # (…, P + N, A)
 
     def locate(self) -> TokenPositions:
-        return self._replace(self.facts.coordinates())
+        return self._replace(self.coordinates if self.facts is None else self.facts.coordinates())
 
     def unrotate_prefix(self) -> TokenPositions:
-        return GridPositions(self.facts._replace(prefix_coordinate=0.0))
+        facts = self.facts
+        return super().unrotate_prefix() if facts is None else GridPositions(facts._replace(prefix_coordinate=0.0))
 
     def to(self, device: torch.device | str) -> TokenPositions:
-        return GridPositions(self.facts._replace(device=torch.device(device)))
+        facts = self.facts
+        return super().to(device) if facts is None else GridPositions(facts._replace(device=torch.device(device)))
 
 
 def patch_indices(grid: tuple[int, ...], device: torch.device) -> torch.Tensor:

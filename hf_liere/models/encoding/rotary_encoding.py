@@ -14,7 +14,7 @@ from ..rotation.learned_rotations import LearnedRotations
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from .grouped_positions import GroupedPositions
 from .kinds import ENCODINGS, FOLDED, needs_exponential
-from .positions import GridPositions, TokenPositions
+from .positions import TokenPositions
 from .rotation_cache import RotationCache
 from .starts import start_of
 from .traits import EncodingTraits, MixedTraits
@@ -202,7 +202,7 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
     @classmethod
     def folded_class(cls, config) -> "type[RotaryEncoding]":
         """The class for a folded model: this one if its rotations cost only cos and sin."""
-        return cls
+        return FOLDED["liere"] if needs_exponential(config) else cls
 
     def plane_basis(self, device: torch.device) -> torch.Tensor | None:
         """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
@@ -258,8 +258,7 @@ class LieRE(RotaryEncoding):
         Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
         """
         placed = positions.locate()
-        facts = positions.facts if isinstance(positions, GridPositions) else None
-        rays = None if facts is None else facts.rays()
+        rays = None if positions.facts is None else positions.facts.rays()
         entries = self.entries(placed.coordinates.device)  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
         num_layers = entries[:, layers].shape[1]
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
@@ -271,10 +270,6 @@ class LieRE(RotaryEncoding):
         # Copies, because frameworks that shard parameters free them when this module returns.
         parts = [part.clone() for part in chosen.split(1, dim=1)]
         return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
-
-    @classmethod
-    def folded_class(cls, config) -> type[RotaryEncoding]:
-        return FOLDED["liere"] if needs_exponential(config) else cls
 
 
 @ENCODINGS.offer("rope_mixed")

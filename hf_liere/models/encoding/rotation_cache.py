@@ -10,7 +10,7 @@ import torch
 from ..fast.differentiation import in_forward_mode
 from ..fast.dispatch import values_are_unknown
 from ..rotation.grouped_rotation import Rotation
-from .positions import GridPositions, TokenPositions
+from .positions import TokenPositions
 
 
 # Enough for LieRE64 of a ViT-B at 224 pixels, 440 MiB.
@@ -60,9 +60,9 @@ class RotationCache:
         self, encoding, positions: TokenPositions, dtype: torch.dtype | None, layers: slice
     ) -> Iterable[Rotation]:
         """`encoding.layer_rotations(positions, dtype, layers)`, or in inference what was stored of a grid."""
-        if encoding.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
+        facts = None if encoding.training or torch.is_grad_enabled() else positions.facts
+        if facts is None:
             return encoding.layer_rotations(positions, dtype, layers)
-        facts = positions.facts
         sources = encoding.sources(facts.device, layers)
         if in_forward_mode() or values_are_unknown(*sources):
             return encoding.layer_rotations(positions, dtype, layers)

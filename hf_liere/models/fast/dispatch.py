@@ -6,6 +6,7 @@ an operator elsewhere, inside the operator a backend registered for the device, 
 import contextlib
 import contextvars
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -199,3 +200,24 @@ def operator(
         return call
 
     return register
+
+
+def require(is_accepted: torch.Tensor, sentence: str, values: torch.Tensor) -> torch.Tensor:
+    """
+    1, a tensor, where a condition holds that a graph cannot see; else `RuntimeError`, also while a compiled graph runs,
+    with the values in place of {} in the sentence. NaN in exported graphs, which have no operators of ours.
+    """
+    if in_portable_graph():
+        return torch.where(is_accepted, 1.0, math.nan)
+    return _require(is_accepted, values.detach(), sentence)
+
+
+@operator(
+    "(Tensor is_accepted, Tensor values, str sentence) -> Tensor",
+    fake=lambda is_accepted, values, sentence: is_accepted.new_ones((), dtype=torch.float32),
+    reads_values=True,
+)
+def _require(is_accepted, values, sentence):
+    if not is_accepted:
+        raise RuntimeError(sentence.format(values.tolist()))
+    return is_accepted.new_ones((), dtype=torch.float32)

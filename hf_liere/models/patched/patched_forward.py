@@ -150,6 +150,8 @@ def accept_any_size(embeddings: nn.Module, args, kwargs):
     config = current.module.config
     trained = trained_size(config)
     is_trained_size = tuple(pixels.shape[-2:]) == trained and (pixels.ndim < 5 or pixels.shape[1] == config.num_frames)
+    # torch.jit.trace would keep the answer for inputs of every shape.
+    is_trained_size &= not torch.jit.is_tracing()
     if is_trained_size and current.module.rotary_patch.config.keep_absolute == "interpolate":
         return None
     return args, {**kwargs, "interpolate_pos_encoding": True}
@@ -224,7 +226,7 @@ def _read_entries(
     if keep == "drop":
         return trained.new_zeros(math.prod(grid), trained.shape[-1])
     # Models with one grid per sample also interpolate to the trained grid.
-    if grid == rotary_patch.train_grid and not rotary_patch.is_flexible:
+    if not torch.jit.is_tracing() and grid == rotary_patch.train_grid and not rotary_patch.is_flexible:
         patches = trained
     elif keep == "train_size":
         patches = trained.unflatten(0, rotary_patch.train_grid)  # (*train_grid, hidden_size)

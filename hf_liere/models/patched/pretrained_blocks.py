@@ -26,7 +26,7 @@ from ..probing.state_makers import RotatedChannels, StateMaker, find_makers
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
 from .head_share import HeadShare
-from .pretrained_rope import PretrainedRope
+from .pretrained_rope import GridPass, PretrainedRope
 from .tower_patch import PRETRAINED
 
 
@@ -141,7 +141,9 @@ class PretrainedBlocks(PretrainedRope):
         device = next(rotary.parameters()).device
         coordinates = coordinates if device.type == "meta" else coordinates.to(device)
         # (…, prefix + N, A)
-        positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates, prefix)
+        coordinates = nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates
+        current = GridPass.current()
+        positions = TokenPositions(coordinates, prefix, None if current is None else current.grid)
         encoding = (
             rotary.encoding if self.share is None else partial(self.share.call, self.local[name], rotary.encoding)
         )

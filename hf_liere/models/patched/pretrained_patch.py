@@ -24,7 +24,7 @@ from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.pose_arguments import find_attention
 from .carrying import carry, keep_joined, take_off
-from .pretrained_rope import PretrainedRope
+from .pretrained_rope import GridPass, PretrainedRope
 from .tower_patch import PLANS, PRETRAINED, AttentionPass, TowerPatch, TowerPlan, detach
 
 
@@ -58,6 +58,8 @@ class RopePatch(TowerPatch[RopeTower]):
     def add_hooks(self, tower: RopeTower) -> None:
         module, encoding = tower.module, tower.module.rotary_encoding
         inner = {layer: tower.inner_rope(layer) for layer in range(len(tower.attentions))}
+        if encoding.rotates_states:
+            self.handles.append(module.register_forward_hook(GridPass.finish, always_call=True))
         for name in encoding.rope_names:
             if name not in {tower.layouts[layer].rope_name for layer in inner if inner[layer]}:
                 hook = partial(carry_numbers, module, name)
@@ -178,6 +180,8 @@ def carry_numbers(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwarg
     encoding = tower.rotary_encoding
     layout = encoding.layout_of[rope_name, layer_type]
     coordinates, angles = encoding.measure(layout, rope, *args, **kwargs)
+    if encoding.config.folded_grids:
+        GridPass.restart(tower, rope, *args, **kwargs)
     if not encoding.reads_own:
         # Compiled graphs leave out what computes cos.
         first = output if isinstance(output, torch.Tensor) else output[0]

@@ -4,6 +4,7 @@ planes that rotate with the pretrained frequencies ω. `pretrained_patch` attach
 """
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,22 @@ from ..probing.rope_layout import RopeLayout, RopeTower
 from ..probing.tables import Tables
 from ..rotation.learned_rotations import LearnedRotations
 from .head_share import HeadShare
-from .tower_patch import PRETRAINED
+from .tower_patch import PRETRAINED, Pass
+
+
+@dataclass(eq=False)
+class GridPass(Pass):
+    """A forward pass of a tower with constant rotations: the patches per axis of the input to its rotary module."""
+
+    grid: tuple[int, ...]
+
+    @classmethod
+    def restart(cls, tower: nn.Module, rope: Any, pixels: torch.Tensor) -> None:
+        """Begin the pass in which a rotary module places the patches of (B, C, height, width) pixels."""
+        cls.end(tower)
+        patch, (height, width) = rope.config.patch_size, pixels.shape[-2:]
+        rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+        cls(tower, (height // rows, width // columns)).begin()
 
 
 class RopePlanes(Tables):

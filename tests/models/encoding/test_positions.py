@@ -5,7 +5,7 @@ import torch
 from encoding_cases import GRID_CONVENTIONS
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
-from hf_liere import LieREViTConfig, grid_positions
+from hf_liere import LieREViTConfig, LieRotaryEmbedding, grid_positions
 from hf_liere.models.encoding.displacements import draw_displacements, draw_perturbation
 from hf_liere.models.encoding.given_positions import check_coordinates, check_shape
 from hf_liere.models.encoding.positions import TokenPositions, prepend_prefix
@@ -113,9 +113,37 @@ def test_a_grid_never_contradicts_its_coordinates():
         change((changed := grid_positions((2, 3), "index")).coordinates)
         with pytest.raises(ValueError, match="changed in place; accepted: positions.moved"):
             changed.locate()
+    for change in (lambda changed: changed.data.mul_(2), lambda changed: changed.numpy().fill(1)):
+        change((changed := grid_positions((2, 3), "index")).coordinates)
+        with pytest.raises(ValueError, match="changed in place"):
+            changed.locate()
+    with torch.inference_mode():
+        changed = grid_positions((2, 3), "index")
+        assert changed.coordinates.is_inference() and changed.facts is not None
+        changed.coordinates.add_(0.5)
+        with pytest.raises(ValueError, match="changed in place"):
+            changed.locate()
     assert replaced.to("meta").coordinates.is_meta
     away = grid_positions((2, 3)).to("meta")
     assert away.facts.grid == (2, 3) and away.coordinates.is_meta
+
+
+def test_a_graph_follows_coordinates_that_were_read():
+    """Where it sees no change of them, they count as those of any tokens do; what is not read stays a grid."""
+    rotary, states = LieRotaryEmbedding(1, 8, 2, block_size=4), torch.randn(1, 1, 6, 8)
+
+    def rotate(states, change):
+        grid = grid_positions((2, 3))
+        if change:
+            grid.coordinates.add_(change)
+            assert grid.facts is None and grid.to("cpu").facts is None
+        return rotary.rotate(states, grid)
+
+    places = grid_positions((2, 3)).locate().coordinates
+    compiled = torch.compile(rotate, backend="eager")
+    for change in (0, 0.7):
+        wanted = rotary.rotate(states, places + change)
+        torch.testing.assert_close(compiled(states, change), wanted, rtol=0, atol=1e-6)
 
 
 def dinov3_coordinates(grid, **strengths):

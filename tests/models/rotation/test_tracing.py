@@ -3,6 +3,7 @@
 import pytest
 import torch
 from encoding_cases import IMAGE_CASES
+from patching_cases import build, randomize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
@@ -102,6 +103,44 @@ def test_a_compiled_graph_squares_as_often_as_the_exponents_need():
     positions = torch.tensor([[1.0, 0.0], [1e6, 0.0]], dtype=torch.float64)
     generators = skew(torch.randn(2, 2, 28), 8)
     assert torch.equal(compiled(positions, generators), block_rotations(positions, generators))
+
+
+TABLE = {"use_absolute_position_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "encoding, fields, folds",
+    [("liere", {}, True), ("liere", TABLE, False), ("absolute", {}, False), ("rope_mixed", {}, False)],
+)
+@torch.no_grad()
+def test_torch_jit_trace_keeps_nothing_of_its_example(tiny, encoding, fields, folds):
+    """It records one size and asks nothing of others, also of equally many patches."""
+    model = classifier(tiny, encoding, 4 if encoding == "liere" else None, **fields)
+    model = model.fold_rotations([(4, 4), (2, 8)]) if folds else model
+    traced = torch.jit.trace(Logits(model), torch.randn(2, 3, 16, 16), check_trace=False)
+    for size in ((16, 16), (8, 32), (32, 8), (16, 24)):
+        pixels = torch.randn(2, 3, *size)
+        torch.testing.assert_close(traced(pixels), model(pixels).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep_absolute", ["interpolate", "train_size", "fade"])
+@torch.no_grad()
+def test_torch_jit_trace_keeps_no_table_of_its_example(keep_absolute):
+    model, _ = build("vit")
+    config = hf_liere.RotaryPatchConfig(position_encoding="rope_mixed", keep_absolute=keep_absolute)
+    randomize(hf_liere.patch(model, config))
+    traced = torch.jit.trace(Logits(model), torch.randn(2, 3, 16, 16), check_trace=False)
+    for size in ((8, 32), (16, 24)):
+        pixels = torch.randn(2, 3, *size)
+        torch.testing.assert_close(traced(pixels), model(pixels).logits, rtol=0, atol=1e-5)
+
+
+def test_exported_graphs_keep_no_sizes_of_samples(tiny):
+    """Where positions need them as numbers."""
+    model = classifier(tiny, "liere", 4, **TABLE)
+    shapes = torch.tensor([[2, 4], [4, 2]])
+    with pytest.raises(ValueError, match="keep the spatial_shapes of its example; accepted there: inputs of one size"):
+        torch.export.export(model, (torch.randn(2, 8, 48),), {"spatial_shapes": shapes})
 
 
 def test_second_derivatives_are_refused(tiny):
