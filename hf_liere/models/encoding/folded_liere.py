@@ -75,7 +75,9 @@ class FoldedLieRE(LieRE):
             is_own = facts == own and facts.rule.samples == self.samples
             return next((grid_name(grid) for grid in stored if is_own and grid == facts.grid), None)
         patches = positions.coordinates[..., positions.num_prefix_tokens :, :]  # (…, N, A)
-        if not values_are_unknown(patches) and not carry_tangents(patches):
+        if carry_tangents(patches):
+            return None
+        if not values_are_unknown(patches):
             return next((name for name, place in self.places.items() if _agree(patches, place)), None)
         # Graphs see no coordinates, but the shape of the input from which they were computed.
         found = next((grid_name(grid) for grid in stored if grid == positions.grid), None)
