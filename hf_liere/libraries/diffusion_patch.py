@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..models.patched.tower_patch import patched_towers
-from ..models.probing.module_inspection import device_of, linear_layer
+from ..models.probing.module_inspection import device_of, forward_arguments, linear_layer
 from ..models.probing.planes import Planes
 from . import diffusion_forward as hooks
 from .families import FAMILIES, DiffusionFamily
@@ -34,11 +34,13 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
         schedule: Of the frequencies, `None` for none.
         noise_level: As in [`set_frequency_schedule`], if it is not that of the family.
         reads_level: Whether the schedule depends on the noise level.
+        names: Those of the transformer's arguments.
     """
 
     schedule: Schedule | None = None
     noise_level: Callable[[torch.Tensor], torch.Tensor] | None = None
     reads_level: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def family(self) -> DiffusionFamily:
@@ -51,9 +53,8 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
 
     def add_hooks(self, tower: "DiffusionTower") -> None:
         module, family = tower.module, self.family
+        self.names = tuple(forward_arguments(module))
         module.register_to_config(**{CONFIG_FIELD: self.config.to_dict()})
-        self.hook_arguments(module, hooks.record_noise_level)
-        self.handles.append(module.register_forward_hook(hooks.NoiseLevel.finish, always_call=True))
         rope = getattr(module, family.rope) if family.rope else None
         if rope is None:
             self.hook_arguments(module, hooks.carry_argument if family.rotates else hooks.carry_positions)
@@ -72,6 +73,10 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
             for attention in module.modules():
                 if hasattr(attention, "to_q") and attention not in rotated:
                     self.hook_arguments(attention, hooks.drop_positions)
+
+    def run(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        hooks.record_noise_level(module, dict(zip(self.names, args)) | kwargs)
+        return forward(*args, **kwargs)
 
     def rotates_states(self, encoding: nn.Module, layer: int) -> bool:
         """Whether queries and keys of an attention module are rotated where they are normalised."""

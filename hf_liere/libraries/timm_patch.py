@@ -131,11 +131,6 @@ def place_tokens(tower: nn.Module, norm: nn.Module, args: tuple, output: torch.T
     find_pass(tower).place(tower, output)
 
 
-def end_pass(tower: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of a model, also called when it fails."""
-    ImagePass.end()
-
-
 def find_pass(tower: nn.Module) -> ImagePass:
     """The pass of a model that runs in this thread. Raises `RuntimeError` if none does."""
     current = ImagePass.current()
@@ -210,7 +205,6 @@ class TimmPatch(LibraryPatch["TimmTower"]):
             drop.forward = partial(drop_patches, module, drop, function)
         elif type(drop).__name__ == "PatchDropoutWithIndices":
             self.handles.append(drop.register_forward_hook(partial(record_kept, module)))
-        self.handles.append(module.register_forward_hook(end_pass, always_call=True))
         self.handles.append(module.norm_pre.register_forward_hook(partial(place_tokens, module)))
         for layer in module.rotary_encoding.place:
             attention: Any = tower.attentions[layer][1]

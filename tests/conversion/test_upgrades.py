@@ -8,9 +8,10 @@ import transformers
 
 import hf_liere
 from hf_liere import upgrade_encoding
+from hf_liere.models.encoding.kinds import ENCODINGS, encoding_of
 from hf_liere.tools.cli import main
 from hf_liere.tools.conversion.base import ConversionError
-from hf_liere.tools.conversion.rebuilding import resize_input
+from hf_liere.tools.conversion.rebuilding import LEARNED_ENCODINGS, resize_input
 from hf_liere.tools.inspection.encodings import generator_matrices
 
 
@@ -272,6 +273,30 @@ def test_what_has_no_exact_upgrade_is_refused_with_the_reason(tiny, old, fields,
     model = classifier(tiny(position_encoding=old, **fields))
     with pytest.raises(ConversionError, match=f"(?s){reason}"):
         upgrade_encoding(model, position_encoding=new, block_size=block_size)
+
+
+@pytest.mark.parametrize("start", ["zeros", "ones", "drawn"])
+@pytest.mark.parametrize("old", ["none", *ENCODINGS])
+@torch.no_grad()
+def test_every_pair_of_encodings_and_blocks_is_right_or_refused(tiny, old, start):
+    """Also from generators that are zero or all equal, which no training leaves but a script does."""
+    sizes = {"circulant_string": {"block_size": 8}, "comrope_ap": {"block_size": 4}}.get(old, {})
+    model = classifier(tiny(position_encoding=old, num_hidden_layers=1, **sizes))
+    encoding, pixels, exact = model.liere.rotary_encoding, images(1, 3, 8, 16), 0
+    for parameter in encoding.parameters() if encoding is not None and start != "drawn" else ():
+        parameter.fill_(start == "ones")
+    expected = model(pixels).logits
+    for new in LEARNED_ENCODINGS:
+        for size in (None, 3, 5, 6, 8):
+            try:
+                upgraded = upgrade_encoding(model, position_encoding=new, block_size=size)
+            except ConversionError:
+                continue
+            torch.testing.assert_close(upgraded(pixels).logits, expected, **EXACT, msg=f"{new} {size}")
+            exact += 1
+    # From zero to whatever has blocks of this size; products need not commute.
+    learns = encoding is not None and next(encoding.parameters(), None) is not None
+    assert exact == 21 if start == "zeros" and learns else exact or encoding_of(model.config).product
 
 
 WITHOUT_CLASS_TOKEN = {"use_class_token": False, "pooling": "mean"}

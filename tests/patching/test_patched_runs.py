@@ -3,12 +3,14 @@
 import threading
 
 import pytest
+import rope_cases
 import torch
-from patching_cases import CASES, build, check_step_of_two_processes, randomize, run, same_bits
+from patching_cases import CASES, build, check_step_of_two_processes, randomize, run, same_bits, tensors
 from patching_checks import SHARED_CONFIG, build_patched, check_copies, check_offloading, compute_checkpointed_gradients
 from slow_cases import slow_except
 
-from hf_liere import patch, rotary_parameters
+from hf_liere import FrequencySchedule, patch, rotary_parameters, set_frequency_schedule, unpatch
+from hf_liere.models.patched import tower_patch
 
 
 def test_offloaded_and_dispatched_models():
@@ -43,6 +45,54 @@ def test_text_tower_is_untouched_and_attention_outside_the_tower_says_so():
     ]
     with pytest.raises(RuntimeError, match="outside the forward pass"):
         model.vision_model.encoder(torch.zeros(1, 17, 32))
+
+
+def build_interrupted(kind):
+    """A patched model of each kind whose forward pass keeps something in its thread, and its inputs by name."""
+    if kind == "clip":
+        return build_patched("clip")
+    if kind == "timm":
+        pytest.importorskip("timm")
+        import timm_cases
+
+        (model, inputs), config = timm_cases.build("vit_small_patch16_dinov3"), timm_cases.BLOCKS
+    elif kind.startswith("flux"):
+        pytest.importorskip("diffusers")
+        import diffusion_cases
+
+        (model, inputs), config = diffusion_cases.build("FluxTransformer2DModel"), diffusion_cases.BLOCKS
+        if kind == "flux_levels":
+            patch(model, diffusion_cases.PLANES)
+            set_frequency_schedule(model, FrequencySchedule("ntk", [None, 2, 3], dype=(2.0, 1.0)))
+            return model, inputs
+    else:
+        (model, inputs), config = rope_cases.build(kind), rope_cases.blocks()
+        inputs["use_cache"] = False
+    return patch(model, config), inputs
+
+
+@pytest.mark.parametrize("kind", ["clip", "llama", "timm", "flux", "flux_levels"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_what_stops_a_pass_anywhere_leaves_nothing_of_it(kind, error):
+    """Before and after every module, the model itself included."""
+    model, inputs = build_interrupted(kind)
+    expected = tensors(model(**inputs))
+
+    def stop(*_):
+        raise error
+
+    stopped = 0
+    for module in model.modules():
+        for register in (module.register_forward_pre_hook, module.register_forward_hook):
+            with register(stop):
+                try:
+                    model(**inputs)
+                except error:
+                    stopped += 1
+            assert not tower_patch._get_passes()
+    assert stopped > 20
+    assert same_bits(tensors(model(**inputs)), expected)
+    assert type(unpatch(model)).__name__ == type(model).__name__ and "forward" not in vars(model)
 
 
 def test_layer_that_is_not_rotated_any_more_is_reported():

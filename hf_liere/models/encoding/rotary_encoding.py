@@ -209,9 +209,9 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         return None
 
     def to_blocks(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """(…, planes) frequencies → (…, blocks, b(b−1)/2) entries of blocks that rotate these planes."""
-        row = torch.arange(0, self.block_size, 2, device=frequencies.device)  # (b/2,)
-        in_plane = row * (2 * self.block_size - row - 1) // 2  # (b/2,), as indices: ONNX refuses a mask
+        """(…, blocks · ⌊b/2⌋) frequencies → (…, blocks, b(b−1)/2) entries of blocks that rotate these planes."""
+        row = torch.arange(0, self.block_size - 1, 2, device=frequencies.device)  # (⌊b/2⌋,)
+        in_plane = row * (2 * self.block_size - row - 1) // 2  # (⌊b/2⌋,), as indices: ONNX refuses a mask
         entries = frequencies.new_zeros(*frequencies.shape[:-1], self.num_blocks, self.num_entries)
         entries[..., in_plane] = frequencies.unflatten(-1, (self.num_blocks, self.block_size // 2))
         return entries

@@ -116,26 +116,24 @@ class CheckpointingInPass:
         return self.function(layer_in_pass, *args, *tensors, **kwargs)
 
 
-def begin_pass(tower: nn.Module, args) -> None:
+def run_pass(tower: nn.Module, forward: Callable, *args, **kwargs):
+    """A pass of a tower. Raises `RuntimeError` if an attention module did not rotate."""
     if tower.training:
         for module in tower.modules():
             checkpointing = getattr(module, "_gradient_checkpointing_func", None)
             if checkpointing is not None and not isinstance(checkpointing, CheckpointingInPass):
                 module._gradient_checkpointing_func = CheckpointingInPass(checkpointing)
-    ForwardPass(tower).begin()
-
-
-def end_pass(tower: nn.Module, args, output) -> None:
-    ended = ForwardPass.end(tower)
-    if ended is None or output is None:
-        return
-    missing = set(range(len(tower.rotary_patch.attention_names))) - set(ended.rotated)
+    current = ForwardPass(tower)
+    current.begin()
+    output = forward(*args, **kwargs)
+    missing = set(range(len(tower.rotary_patch.attention_names))) - set(current.rotated)
     if missing:
         names = [tower.rotary_patch.attention_names[layer] for layer in sorted(missing)]
         raise RuntimeError(
             f"{names} ran without rotations: their attention did not go through transformers' attention interface. "
             "Was the configuration or the forward of these modules replaced after patching?"
         )
+    return output
 
 
 def accept_any_size(embeddings: nn.Module, args, kwargs):

@@ -6,7 +6,7 @@ forward pass reads. `vision_patch` makes those of vision towers, `pretrained_pat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -55,7 +55,7 @@ class Pass:
 
     @classmethod
     def finish(cls, module: nn.Module, args: tuple, output: Any) -> None:
-        """The same as a forward hook, which is also called when the module fails."""
+        """The same as a forward hook, which is also called when the module fails; for others see [`run_tower`]."""
         cls.end(module)
 
     def resume(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -175,6 +175,10 @@ class TowerPatch(Generic[Patchable]):
         hook = partial(change_by_name, change, tuple(forward_arguments(module)))
         self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
+    def run(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the tower."""
+        return forward(*args, **kwargs)
+
     def remove_hooks(self, module: nn.Module) -> None:
         """Undo `add_hooks`."""
         while self.handles:
@@ -197,10 +201,43 @@ class TowerPlan(Generic[Patchable]):
         module.rotary_encoding = encoding.to(device).train(module.training and can_train)
         module.rotary_patch = self.patch
         self.patch.add_hooks(self.tower)
+        if not any(map(_runs_tower, _forwards(module))):
+            module.forward = update_wrapper(partial(run_tower, module, module.forward), module.forward)
+
+
+def run_tower(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """
+    The forward of a tower, patched or not any more. Whatever ends it ends the passes that began in it: PyTorch's hooks
+    are called after errors, but not after a `KeyboardInterrupt`.
+    """
+    patch, outer = vars(module).get("rotary_patch"), _get_passes()
+    if patch is None:
+        return forward(*args, **kwargs)
+    try:
+        return patch.run(module, forward, *args, **kwargs)
+    finally:
+        _running.passes = tuple(each for each in outer if each in _get_passes())
+
+
+def _forwards(module: nn.Module) -> Iterator[Callable]:
+    """The forward of a module, and those around which others, such as accelerate, have put theirs."""
+    forward = module.forward
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "__wrapped__", None)
+
+
+def _runs_tower(forward: Callable) -> bool:
+    return getattr(forward, "func", None) is run_tower
 
 
 def detach(module: nn.Module) -> None:
     """Undo [`TowerPlan.attach`]."""
+    if _runs_tower(module.forward):
+        forward = module.forward.args[1]
+        del module.forward
+        if module.forward != forward:
+            module.forward = forward
     module.rotary_patch.remove_hooks(module)
     del module.rotary_encoding, module.rotary_patch
 

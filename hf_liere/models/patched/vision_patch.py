@@ -1,8 +1,10 @@
 """Learned rotations in the vision towers of pretrained models (ComRoPE §4.4): the plan, and the hooks of a tower."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -18,12 +20,11 @@ from .patched_forward import (
     ROTARY_ATTENTION,
     CheckpointingInPass,
     accept_any_size,
-    begin_pass,
     compute_rotations,
-    end_pass,
     interpolate_table,
     record_grid,
     resize_tables,
+    run_pass,
 )
 from .rotary_patch import RotaryPatchConfig
 from .tower_patch import PLANS, TowerPatch, TowerPlan, choose_target
@@ -71,8 +72,6 @@ class RotaryPatch(TowerPatch[Tower]):
 
     def add_hooks(self, tower: Tower) -> None:
         self.handles += [
-            tower.module.register_forward_pre_hook(begin_pass, prepend=True),
-            tower.module.register_forward_hook(end_pass, always_call=True),
             tower.embeddings.register_forward_pre_hook(accept_any_size, with_kwargs=True),
             tower.embeddings.register_forward_hook(compute_rotations, with_kwargs=True),
         ]
@@ -83,6 +82,9 @@ class RotaryPatch(TowerPatch[Tower]):
             names = inspect.unwrap(type(attention).forward).__globals__
             eager = names.get("eager_attention_forward") or eager_attention_forward
             attention.config = View(attention.config, _attn_implementation=ROTARY_ATTENTION, layer=layer, eager=eager)
+
+    def run(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        return run_pass(module, forward, *args, **kwargs)
 
     def _replace_table(self, embeddings: nn.Module) -> None:
         """Make the embeddings read their table as `keep_absolute` defines it, without changing a parameter."""
