@@ -56,11 +56,9 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
         self.names = tuple(forward_arguments(module))
         module.register_to_config(**{CONFIG_FIELD: self.config.to_dict()})
         rope = getattr(module, family.rope) if family.rope else None
-        if rope is None:
-            self.hook_arguments(module, hooks.carry_argument if family.rotates else hooks.carry_positions)
-        elif isinstance(rope, nn.Module):
+        if isinstance(rope, nn.Module):
             self.handles.append(rope.register_forward_hook(partial(hooks.carry_coordinates, module), with_kwargs=True))
-        else:
+        elif rope is not None:
             # Z-Image's is not a module.
             setattr(module, str(family.rope), hooks.CarryingRope(rope, tower=module))
         for layer, (_, attention) in enumerate(tower.attentions):
@@ -75,8 +73,12 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
                     self.hook_arguments(attention, hooks.drop_positions)
 
     def run(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        hooks.record_noise_level(module, dict(zip(self.names, args)) | kwargs)
-        return forward(*args, **kwargs)
+        options = dict(zip(self.names, args)) | kwargs
+        hooks.record_noise_level(module, options)
+        if not self.family.rope:
+            carry = hooks.carry_argument if self.family.rotates else hooks.carry_positions
+            carry(module, options)
+        return forward(**options)
 
     def rotates_states(self, encoding: nn.Module, layer: int) -> bool:
         """Whether queries and keys of an attention module are rotated where they are normalised."""
