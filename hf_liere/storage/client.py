@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import PureWindowsPath
 from typing import TypeVar
 
 from huggingface_hub import HfApi, get_token
@@ -41,10 +42,26 @@ class UnreachableError(HubError):
     """The Hub did not answer, or offline mode is set."""
 
 
+def require_inside(name: str, what: str) -> str:
+    """
+    A name that becomes a path, of a file, folder or revision, with slashes. Raises [`HubError`] for one that leads
+    elsewhere on any system.
+    """
+    path = PureWindowsPath(name)
+    if not path.parts or path.anchor or ".." in path.parts:
+        raise HubError(f"{what}={name!r} leads out of the repository; accepted are names in it, without '..'.")
+    return path.as_posix()
+
+
 def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
-    """Hashes of all files of a revision by path, in the format of `saved_model.file_digest`."""
+    """
+    Hashes of all files of a revision by path, in the format of `saved_model.file_digest`. Raises [`HubError`] if one
+    would be written elsewhere than in its repository.
+    """
     entries = api.list_repo_tree(repo_id, revision=revision, recursive=True)
     files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    for file in files:
+        require_inside(file.path, f"{repo_id} at {revision} lists a file that would be written elsewhere: path")
     return {file.path: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}" for file in files}
 
 
@@ -99,6 +116,8 @@ def retry(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
 @contextmanager
 def translate_hub_errors(api: HfApi, repo_id: str, revision: str | None = None) -> Iterator[None]:
     """Turn errors of the client into [`HubError`], unchained because a traceback must not show requests."""
+    if revision is not None:
+        require_inside(revision, "revision")
     try:
         yield
     except HubError:

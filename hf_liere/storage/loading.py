@@ -66,7 +66,12 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
     [`CheckpointError`] if the directory does not exist, [`HubError`] if the Hub has no such repository or refuses, or
     neither the Hub nor the cache is available.
     """
-    if local_path(checkpoint) is not None:
+    folder = local_path(checkpoint)
+    if folder is not None:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file() and not (folder / "model.safetensors").is_file():
+            # transformers would read shards of other folders.
+            shards(index)
         return {"revision": revision}
     repo_id, api = str(checkpoint), HfApi()
     try:

@@ -4,6 +4,7 @@ import pytest
 from hub_client import OTHER, READ, WRITE, client
 from huggingface_hub import HfApi, constants
 
+from hf_liere.auto import load_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError, UnreachableError
 from hf_liere.tools.hub.publishing import publish
@@ -51,6 +52,58 @@ def test_revisions(hub, published, storage, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="file/inside cannot be written: "):
         pull("tester/model", tmp_path / "file" / "inside", api=client(hub))
+
+
+ELSEWHERE = ["/etc", "..", "../..", "a/../../b", "..\\a", "C:/a", "C:a", "\\\\host\\share", ".", ""]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_no_name_leads_out_of_the_repository(hub, published, tmp_path, name):
+    """On any system: the name of a folder, of a revision, and of a file that the Hub lists."""
+    for option in ("path", "revision"):
+        with pytest.raises(HubError, match=rf"{option}='.*' leads out of the repository"):
+            pull("tester/model", tmp_path / option, api=client(hub), **{option: name})
+        assert not (tmp_path / option).exists()
+    with pytest.raises(HubError, match="leads out of the repository"):
+        load_checkpoint("tester/model", revision=name)
+    if name in (".", ""):
+        return
+    repository = hub.repo("tester/model")
+    parent, tree = repository.tree("main")
+    repository.commit("main", tree | {f"{name}/file": tree["config.json"]}, "x", "", "tester", parent)
+    with pytest.raises(HubError, match="lists a file that would be written elsewhere: .* leads out"):
+        pull("tester/model", tmp_path / "listed", api=client(hub))
+    assert not (tmp_path / "listed").exists()
+
+
+def test_folders_with_unusual_names_are_pulled(hub, tmp_path):
+    """A pattern of the client would take brackets for a choice of letters."""
+    (tmp_path / "model" / "step [1]").mkdir(parents=True)
+    (tmp_path / "model" / "step 1").mkdir()
+    for folder in ("step [1]", "step 1"):
+        (tmp_path / "model" / folder / "config.json").write_text(f'{{"{folder}": 0}}')
+    publish(tmp_path / "model", "tester/steps", message="x", api=client(hub))
+    for path in ("step [1]", "step [1]/", "./step [1]"):
+        folder = pull("tester/steps", tmp_path / "pulled" / str(len(path)), path=path, api=client(hub)).folder
+        assert {file.name: file.read_text() for file in folder.iterdir()} == {"config.json": '{"step [1]": 0}'}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_links_in_the_cache_are_not_followed(hub, published, tmp_path, kind):
+    """Offline, where only the names of links tell the hashes of files."""
+    cached = pull("tester/model", path="last-checkpoint", api=client(hub)).folder
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "optimizer.pt").write_text("secret")
+    if kind == "file":
+        (cached / "key").symlink_to(tmp_path / "private" / "optimizer.pt")
+    else:
+        (cached / "optimizer.pt").unlink()
+        cached.rmdir()
+        cached.symlink_to(tmp_path / "private")
+    down = HfApi(endpoint="http://127.0.0.1:9", token=WRITE)
+    with pytest.raises((HubError, ValueError), match="link out of its folder|has no folder"):
+        pull("tester/model", tmp_path / "pulled", path="last-checkpoint", api=down)
+    assert not (tmp_path / "pulled").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ from counted_reads import count_reads
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import hf_liere
+from hf_liere.auto import load_checkpoint
+from hf_liere.storage.loading import CheckpointError
 from hf_liere.storage.saved_model import SavedModel, file_digest, weights_digest
 
 
@@ -74,3 +77,14 @@ def test_every_way_to_read_is_counted(folder, read):
         for times in (1, 2):
             read(folder / "model.safetensors")
             assert round(reads[folder / "model.safetensors"]) == times
+
+
+def test_shards_of_other_folders_are_not_loaded(tiny, tmp_path):
+    hf_liere.LieREViTForImageClassification(tiny()).save_pretrained(tmp_path / "model", max_shard_size="10KB")
+    (tmp_path / "other").mkdir()
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        shard.rename(tmp_path / "other" / shard.name)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-', '"../other/model-'))
+    with pytest.raises(CheckpointError, match="names no files of its folder but '../other/model-00001"):
+        load_checkpoint(tmp_path / "model")

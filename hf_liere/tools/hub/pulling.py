@@ -8,6 +8,7 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,15 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
-from ...storage.client import HubError, UnreachableError, remote_digests, retry, translate_hub_errors
-from ...storage.saved_model import differing_files, files_by_name
+from ...storage.client import (
+    HubError,
+    UnreachableError,
+    remote_digests,
+    require_inside,
+    retry,
+    translate_hub_errors,
+)
+from ...storage.saved_model import differing_files, files_by_name, require_own_file
 from ...storage.targets import new_directory
 
 
@@ -60,10 +68,12 @@ def pull(
     Raises:
         FileExistsError: if the folder is not empty.
         InputError: if the parent of the folder is not writable.
-        HubError: if the Hub refuses or sends a file twice with a wrong hash, or the folder cannot be written.
+        HubError: if the Hub refuses or sends a file twice with a wrong hash, the folder cannot be written, or `path`,
+            `revision` or a file's name leads out of the repository.
+        ValueError: if a file in the cache is a link out of it.
         UnreachableError: if the Hub cannot be reached and the cache is incomplete.
     """
-    api = api or HfApi()
+    api, path = api or HfApi(), path if path is None else require_inside(path, "path")
     if folder is not None:
         with new_directory(folder) as partial:
             pulled = pull(repo_id, revision=revision, path=path, api=api, cache_dir=cache_dir)
@@ -72,12 +82,14 @@ def pull(
             except OSError as error:
                 raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
         return replace(pulled, folder=Path(folder))
-    patterns = {"ignore_patterns": IGNORED} if path is None else {"allow_patterns": [f"{path}/*"]}
+    patterns = {"ignore_patterns": IGNORED} if path is None else {"allow_patterns": [f"{escape(path)}/*"]}
     with translate_hub_errors(api, repo_id, revision):
         snapshot = _download_snapshot(api, repo_id, revision, patterns, cache_dir)
     source = snapshot if path is None else snapshot / path
-    if not source.is_dir():
+    if not (source.is_dir() and source.resolve().is_relative_to(snapshot.resolve())):
         raise HubError(f"{repo_id} at {snapshot.name} on {api.endpoint} has no folder {path!r}.")
+    for each in source.rglob("*"):
+        require_own_file(each)
     return Pulled(source, commit=snapshot.name)
 
 
