@@ -16,7 +16,7 @@ def new_directory(output: str | os.PathLike) -> Iterator[Path]:
     exists and is not an empty directory, [`InputError`] if nothing can be written beside it.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if output.is_symlink() or output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists already and is not an empty directory.")
     with _temporary_folder(output) as partial:
         yield partial

@@ -1,5 +1,6 @@
 """The app as it is served: the page in a real browser, requests side by side, and a Space by itself."""
 
+import ast
 import base64
 import io
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import metadata
 from urllib.request import urlopen
 
 import numpy as np
@@ -20,6 +22,8 @@ import yaml
 from app_helpers import picture_of, save_classifier, save_classifiers
 from browser import console_errors
 from checkout import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from PIL import Image
 
 from training.tasks.playground import pictures
@@ -309,6 +313,52 @@ def test_messages_are_no_html(checkpoints, tmp_path):
     assert "&lt;i&gt;notes.png cannot be used" in message and "<i>" not in message
 
 
+# Runs a file in a process that finds the modules of these distributions alone, beside those of Python.
+CLEAN = """
+import importlib.metadata, runpy, sys
+from packaging.utils import canonicalize_name
+file, *brought = sys.argv[1:]
+for name, distributions in importlib.metadata.packages_distributions().items():
+    names = {canonicalize_name(each) for each in distributions}
+    if name not in sys.stdlib_module_names and not names & {*brought, "hf-liere"}:
+        sys.modules[name] = None
+runpy.run_path(file, run_name="app")
+"""
+
+
+def brought_by(lines):
+    """The distributions that requirements bring with them, by the metadata of those that are installed."""
+    found, left = set(), [Requirement(line) for line in lines]
+    while left:
+        wanted = left.pop()
+        key = canonicalize_name(wanted.name), *sorted(wanted.extras)
+        if key in found:
+            continue
+        found.add(key)
+        for line in metadata.requires(wanted.name) or []:
+            needed = Requirement(line)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": each}) for each in ("", *wanted.extras)):
+                left.append(needed)
+    return sorted({name for name, *_ in found})
+
+
+def test_the_space_brings_what_the_package_requires(folder, tmp_path):
+    """And every other library that the copied scripts import."""
+    main(["--write_space", str(tmp_path / "space"), "--checkpoints", str(folder)])
+    lines = (tmp_path / "space" / "requirements.txt").read_text().split()
+    names = {line.partition("==")[0] for line in lines}
+    stated = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert "wrapt" in names and set(re.findall(r'"([\w-]+)', stated[1])) <= names
+    brought = set(brought_by([*lines, "gradio"]))
+    for path in (tmp_path / "space" / "training").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
+        imported |= {name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names}
+        others = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"hf_liere", "training"}
+        for name in others:
+            assert brought & {canonicalize_name(each) for each in metadata.packages_distributions()[name]}, name
+
+
 @pytest.mark.slow
 def test_a_space_runs_by_itself(folder, tmp_path, capsys):
     space = tmp_path / "space"
@@ -325,6 +375,7 @@ def test_a_space_runs_by_itself(folder, tmp_path, capsys):
     assert len(card["short_description"]) <= 60
     requirements = (space / "requirements.txt").read_text().split()
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+\S*", line) for line in requirements)
+    assert "gradio==" not in str(requirements)
     kinds = {path.suffix for path in space.rglob("*") if path.is_file()}
     assert kinds == {".py", ".md", ".txt", ".json", ".safetensors", ""}
 
@@ -332,6 +383,10 @@ def test_a_space_runs_by_itself(folder, tmp_path, capsys):
     shutil.copytree(space, moved)
     shutil.rmtree(space)
     (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", CLEAN, str(moved / "app.py"), *brought_by([*requirements, "gradio"])]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    clean = subprocess.run(command, cwd=moved, env=environment, capture_output=True, text=True)
+    assert clean.returncode == 0, clean.stderr
     with Server(tmp_path / "run", moved / "app.py") as server:
         client = pytest.importorskip("gradio_client").Client(server.url, verbose=False)
         assert "Layer 2" in ask(client, "Arrows puzzle", None)[3]

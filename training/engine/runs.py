@@ -33,6 +33,7 @@ from training.common.records import (
     remove_private,
     write_record,
 )
+from training.engine.claims import claim, giving_back, release
 from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.saving import StoppedError, last_complete_checkpoint, require_free, require_writable
 
@@ -75,13 +76,14 @@ def prepare_output_dir(args: RunArguments) -> str | None:
     Claims the output directory for the run; returns the checkpoint to resume from, if any.
 
     Raises:
-        InputError: if the directory contains another run, lacks the checkpoint to resume from or is not writable.
+        InputError: if the directory contains or is that of another run, lacks the checkpoint to resume from or is not
+            writable.
     """
     if args.n_gpu > 1:
         raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
     checkpoint = _resumed_checkpoint(args)
     if args.process_index == 0:
-        claim_folder(args)
+        claim_folder(args, owner=args)
     if args.resume_from_hub:
         with args.main_process_first(local=False, desc="fetching the checkpoint"):
             if args.process_index == 0:
@@ -92,14 +94,25 @@ def prepare_output_dir(args: RunArguments) -> str | None:
     return checkpoint
 
 
-def claim_folder(args: RunArguments) -> None:
+def claim_folder(args: RunArguments, owner: Any) -> None:
     """
-    Checks that the output directory is writable and contains no other run; `overwrite_output_dir` deletes another run.
+    Takes the output directory for a run, see [`claims.claim`], if it is writable and contains no other run;
+    `overwrite_output_dir` deletes another run that has ended.
 
     Raises:
         InputError: naming the folder, its contents and what is accepted.
     """
     folder = Path(args.output_dir)
+    require_writable(folder)
+    claim(folder, owner)
+    try:
+        _require_no_other_run(folder, args)
+    except BaseException:
+        release(folder)
+        raise
+
+
+def _require_no_other_run(folder: Path, args: RunArguments) -> None:
     found = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
     found += [folder / name for name in RUN_FILES if (folder / name).exists()]
     if args.overwrite_output_dir and not args.resumes:
@@ -113,7 +126,6 @@ def claim_folder(args: RunArguments) -> None:
         )
     elif not args.resumes:
         require_free(folder)
-    require_writable(folder)
 
 
 def run(
@@ -124,7 +136,7 @@ def run(
     described: dict[str, Any],
 ) -> dict[str, float]:
     """
-    Trains and evaluates as the trainer's arguments request.
+    Trains and evaluates as the trainer's arguments request, and gives the output directory back.
 
     Args:
         trainer: a trainer with data sets and `evaluation_seconds`. If its metrics have `examples`, the results of
@@ -137,30 +149,31 @@ def run(
         The last metrics.
     """
     args, metrics = trainer.args, {}
-    if trainer.is_world_process_zero():
-        resolved = {name: vars(arguments) for name, arguments in described.items()}
-        resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
-        _record(trainer, checkpoint, resolved)
-    if args.do_train:
-        trainer.starts_new = model_name_or_path is None
-        metrics = _train(trainer, checkpoint)
-    if args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["eval_samples"] = len(trainer.eval_dataset)
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-        if args.do_train and trainer.is_world_process_zero() and (unlearned := describe_unlearned(metrics)):
-            logger.warning(unlearned)
-        examples = getattr(trainer.compute_metrics, "examples", None)
-        if examples and trainer.is_world_process_zero():
-            save_file(examples, Path(args.output_dir) / EXAMPLES_FILE)
-    if args.push_to_hub:
-        published = trainer.push_to_hub()
-        if published is not None:
-            print(f"Published: {published}")
-    # DeepSpeed's hooks keep the model otherwise, and with it a process group.
-    trainer.accelerator.free_memory()
-    return metrics
+    with giving_back(Path(args.output_dir)):
+        if trainer.is_world_process_zero():
+            resolved = {name: vars(arguments) for name, arguments in described.items()}
+            resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
+            _record(trainer, checkpoint, resolved)
+        if args.do_train:
+            trainer.starts_new = model_name_or_path is None
+            metrics = _train(trainer, checkpoint)
+        if args.do_eval:
+            metrics = trainer.evaluate()
+            metrics["eval_samples"] = len(trainer.eval_dataset)
+            trainer.log_metrics("eval", metrics)
+            trainer.save_metrics("eval", metrics)
+            if args.do_train and trainer.is_world_process_zero() and (unlearned := describe_unlearned(metrics)):
+                logger.warning(unlearned)
+            examples = getattr(trainer.compute_metrics, "examples", None)
+            if examples and trainer.is_world_process_zero():
+                save_file(examples, Path(args.output_dir) / EXAMPLES_FILE)
+        if args.push_to_hub:
+            published = trainer.push_to_hub()
+            if published is not None:
+                print(f"Published: {published}")
+        # DeepSpeed's hooks keep the model otherwise, and with it a process group.
+        trainer.accelerator.free_memory()
+        return metrics
 
 
 def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) -> None:

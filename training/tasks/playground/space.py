@@ -4,10 +4,11 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 from huggingface_hub import SpaceCardData
+from packaging.requirements import Requirement
 
 from hf_liere.storage.targets import new_directory
 from training.tasks.playground.predictions import ROOT, Checkpoint
@@ -23,8 +24,8 @@ MODULES = (
     "tasks/playground/predictions.py",
 )
 CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
-# gradio is installed through the card's sdk_version, with a suitable version of huggingface_hub.
-REQUIREMENTS = ("matplotlib", "numpy", "pillow", "pyyaml", "torch", "torchvision", "transformers")
+# Installed through the card's sdk_version.
+SDK = "gradio"
 
 START = '''"""Starts the app with the checkpoints of this Space."""
 
@@ -105,8 +106,11 @@ def _copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> str:
 
 
 def _requirements() -> str:
+    """What the package and its extra `app` require, in the versions that are installed here."""
+    needed = [Requirement(line) for line in requires("hf-liere") or []]
+    names = {each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": "app"})}
     # Package indexes lack local versions such as torch's +cpu builds.
-    return "".join(f"{name}=={version(name).partition('+')[0]}\n" for name in REQUIREMENTS)
+    return "".join(f"{name}=={version(name).partition('+')[0]}\n" for name in sorted(names - {SDK}))
 
 
 def _card(checkpoints: Sequence[Checkpoint]) -> str:
@@ -115,8 +119,8 @@ def _card(checkpoints: Sequence[Checkpoint]) -> str:
         emoji="🧭",
         colorFrom="indigo",
         colorTo="green",
-        sdk="gradio",
-        sdk_version=version("gradio"),
+        sdk=SDK,
+        sdk_version=version(SDK),
         python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
         app_file="app.py",
         license="apache-2.0",
