@@ -1,14 +1,47 @@
 """Errors that users can fix themselves, and the message that says what to install."""
 
 import importlib.util
+import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+# Characters that move the cursor, set the title or the direction of text, or that no terminal can show.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """A text for a terminal, with json's escapes of all control characters but `keep`. Names in files contain any."""
+    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else json.dumps(found[0])[1:-1], text)
+
+
+@contextmanager
+def printable_messages() -> Iterator[None]:
+    """Inside, log records and warnings of all libraries are [`printable`]."""
+    make, layout = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def make_record(*args, **kwargs) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.msg, record.args = printable(record.getMessage()), None
+        return record
+
+    logging.setLogRecordFactory(make_record)
+    warnings.formatwarning = lambda *args, **kwargs: printable(layout(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+        warnings.formatwarning = layout
+
+
 class InputError(ValueError):
     """The request cannot be fulfilled; the message names the value and what is accepted."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class MissingLibraryError(InputError):

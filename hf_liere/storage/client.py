@@ -20,6 +20,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
 from transformers.utils import logging
 
+from ..errors import printable
+
 
 logger = logging.get_logger(__name__)
 
@@ -36,6 +38,9 @@ TOKEN = re.compile(r"(hf|api_org)_[A-Za-z0-9]{20,}")
 
 class HubError(RuntimeError):
     """The Hub refused a request or failed to answer it; the message says what to do and contains no token."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UnreachableError(HubError):

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TextIO, TypeAlias
 
 
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
@@ -29,6 +29,12 @@ def parse_value(text: str) -> Any:
 FOLDER = Path(__file__).parent
 VERSION = runpy.run_path(str(FOLDER.parent / "version.py"))["__version__"]
 closest = runpy.run_path(str(FOLDER.parent / "models" / "parts.py"))["closest"]
+ERRORS = runpy.run_path(str(FOLDER.parent / "errors.py"))
+
+
+def tell(text: str, file: TextIO | None = None) -> None:
+    """Print a text, which may contain names from files."""
+    print(ERRORS["printable"](text), file=file)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +43,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message)
         super().error(message + (closest(found[1], re.findall(r"\w+", found[2])) if found else ""))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(ERRORS["printable"](message), file)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
@@ -214,7 +223,7 @@ def run_predict(checkpoint: str, files: list[str], as_json: bool = False, **opti
 
     predictions = predict(checkpoint, files, **options)
     for remark in predictions.remarks:
-        print(f"hf-liere predict: {remark}", file=sys.stderr)
+        tell(f"hf-liere predict: {remark}", file=sys.stderr)
     return predictions.json() if as_json else "\n".join(map(str, predictions.files))
 
 
@@ -276,7 +285,7 @@ def run_rope(models: Sequence[str] = (), **options: Any) -> str:
     text, is_right = run(models, **options)
     if is_right:
         return text
-    print(text)
+    tell(text)
     raise InputError("the rotations differ from what is right.")
 
 
@@ -369,9 +378,10 @@ def _run(arguments: list[str] | None) -> int:
             from ..models.encoding.registration import import_file
 
             import_file(file)
-        text = run(**options)
+        with ERRORS["printable_messages"]():
+            text = run(**options)
     except KeyboardInterrupt:
-        print(f"hf-liere {command}: interrupted", file=sys.stderr)
+        tell(f"hf-liere {command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
         from ..errors import memory_shortage
@@ -380,9 +390,9 @@ def _run(arguments: list[str] | None) -> int:
         shortage = memory_shortage(error)
         if shortage is None and not isinstance(error, (HubError, OSError, ValueError)):
             raise
-        print(f"hf-liere {command}: {shortage or _one_line(error)}", file=sys.stderr)
+        tell(f"hf-liere {command}: {shortage or _one_line(error)}", file=sys.stderr)
         return 1
-    print(text)
+    tell(text)
     return 0
 
 

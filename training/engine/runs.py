@@ -15,7 +15,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
-from hf_liere.errors import InputError
+from hf_liere.errors import InputError, printable, printable_messages
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel, weights_digest
 from training.common.arguments import RunArguments
@@ -49,7 +49,8 @@ def start(main: Callable[[], Any]) -> None:
     keep_freed_memory()
     try:
         try:
-            main()
+            with printable_messages():
+                main()
         except StoppedError as error:
             # All processes stop after the same step. The error's traceback keeps the trainer alive until here.
             stopped = error.code
@@ -57,15 +58,15 @@ def start(main: Callable[[], Any]) -> None:
         if stopped is not None:
             sys.exit(stopped)
     except (InputError, HubError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(printable(f"error: {error}"))
     except (OSError, EOFError, RuntimeError) as error:
         if is_lost_worker(error):
             # A late SIGCHLD would raise again.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            sys.exit(f"error: {reason(error)}.")
+            sys.exit(printable(f"error: {reason(error)}."))
         if getattr(error, "errno", None) not in NO_SPACE:
             raise
-        sys.exit(f"error: {error.strerror}: {error.filename or 'a file'} could not be written.")
+        sys.exit(printable(f"error: {error.strerror}: {error.filename or 'a file'} could not be written."))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

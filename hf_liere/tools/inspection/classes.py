@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import printable
 from .attention import input_batches, vision_tower
 
 
@@ -19,7 +20,7 @@ class Answer:
     score: float
 
     def __str__(self) -> str:
-        return f"{self.label} {self.score:.1%}"
+        return f"{printable(self.label, keep='')} {self.score:.1%}"
 
 
 def likeliest(probabilities: torch.Tensor, names: Sequence[str], most: int) -> list[Answer]:

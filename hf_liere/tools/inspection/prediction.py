@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...auto import load_checkpoint
-from ...errors import require_libraries
+from ...errors import printable, require_libraries
 from ...models.encoding.kinds import needs_spacing
 from ...models.patched.vision_towers import Tower
 from ...reading.clips import FrameReader
@@ -42,7 +42,7 @@ class Prediction:
     answers: list[Answer]
 
     def __str__(self) -> str:
-        return f"{self.file}: {', '.join(map(str, self.answers))}"
+        return f"{printable(self.file, keep='')}: {', '.join(map(str, self.answers))}"
 
 
 @dataclass(frozen=True)
