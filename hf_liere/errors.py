@@ -41,7 +41,7 @@ class InputError(ValueError):
     """The request cannot be fulfilled; the message names the value and what is accepted."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(Exception.__str__(self))
 
 
 class MissingLibraryError(InputError):

@@ -1,5 +1,6 @@
 """Names in files of others contain any character; none of them may move the cursor or set the title of a terminal."""
 
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from hf_liere.tools.inspection.prediction import Prediction
 from training.engine.runs import start
 
 
-# The title, an empty screen in seven and in eight bits, the start of a line, the direction of text, and what is no text.
+# The title, an empty screen in seven and eight bits, the start of a line, the direction of text, and what is no text.
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\x9b2J\rx\b\x7f\u202egpj\u2066\u2028\udcff"
 CONTROL = re.compile("[^\n\t -~\xa0-\u2027\u202f-\u2065\u2070-\ud7ff\ue000-\ufefe]")
 
@@ -115,10 +116,8 @@ def test_no_command_prints_control_characters(case, tiny, tmp_path, capfd):
     Image.new("RGB", (16, 16)).save(tmp_path / "image.png")
     arguments = [str(word) for word in case(tmp_path, tiny)]
     capfd.readouterr()
-    try:
+    with contextlib.suppress(SystemExit):
         main(arguments)
-    except SystemExit:
-        pass
     output = capfd.readouterr()
     # The client's progress bars rewrite their line.
     said = [line for line in (output.out + output.err).split("\n") if "it/s]" not in line]

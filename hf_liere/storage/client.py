@@ -20,7 +20,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
 from transformers.utils import logging
 
-from ..errors import printable
+from ..errors import InputError
 
 
 logger = logging.get_logger(__name__)
@@ -32,15 +32,14 @@ TransportError = HfHubHTTPError.__bases__[0]
 TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
 LONGEST_WAIT = 600
-# Tokens of users and of organisations.
-TOKEN = re.compile(r"(hf|api_org)_[A-Za-z0-9]{20,}")
+# Tokens of users and of organisations, but not the x of examples.
+TOKEN = re.compile(r"(hf|api_org)_(?!x+\b)[A-Za-z0-9]{20,}")
 
 
 class HubError(RuntimeError):
     """The Hub refused a request or failed to answer it; the message says what to do and contains no token."""
 
-    def __str__(self) -> str:
-        return printable(super().__str__())
+    __str__ = InputError.__str__
 
 
 class UnreachableError(HubError):

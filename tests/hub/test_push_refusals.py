@@ -11,6 +11,7 @@ from hub_client import OTHER, READ, WRITE, client, run_as_user
 from huggingface_hub import HfApi
 from published_models import CARD
 from safetensors.torch import load_file, save_file
+from secret_cases import HARMLESS, SECRETS
 
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
@@ -256,6 +257,24 @@ def test_secrets_that_only_their_names_betray(tmp_path, name):
     with pytest.raises(ValueError, match="run_config.json contains a (token|secret)") as caught:
         refuse_private(tmp_path, HfApi(token=False))
     assert "tiger" not in str(caught.value) and WHOLE[3:20] not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["modeling_liere.py", "run_config.json"])
+def test_secrets_are_found_and_what_looks_like_them_is_not(tmp_path, name):
+    """Alone, and among other lines."""
+    path = tmp_path / name
+    for lines, wanted in ((SECRETS, True), (HARMLESS, False)):
+        assert len(lines) > 60
+        for number, line in enumerate(lines):
+            path.write_text(f"# {number}\n\n{line}\n\nimport torch\n" if number % 2 else line)
+            try:
+                refuse_private(tmp_path, HfApi(token=False))
+                found = False
+            except ValueError:
+                found = True
+            assert found == wanted, line
+    path.write_text("\n".join(HARMLESS))
+    refuse_private(tmp_path, HfApi(token=False))
 
 
 def test_ordinary_files_contain_no_secrets(tmp_path):

@@ -53,8 +53,8 @@ def claim(folder: Path, owner: Any) -> None:
         weakref.finalize(owner, _release, place, file)
         return
     raise InputError(
-        f"--output_dir {str(folder)!r} is that of a run that has not ended{_describe(place)}; accepted: another folder, "
-        "or this one when that run has ended."
+        f"--output_dir {str(folder)!r} is that of a run that has not ended{_describe(place)}; accepted: another "
+        "folder, or this one when that run has ended."
     )
 
 

@@ -3,6 +3,7 @@ The patch of one tower, of any kind: the plan that is checked before the model i
 forward pass reads. `vision_patch` makes those of vision towers, `pretrained_patch` those of models with RoPE.
 """
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -201,7 +202,8 @@ class TowerPlan(Generic[Patchable]):
         module.rotary_encoding = encoding.to(device).train(module.training and can_train)
         module.rotary_patch = self.patch
         self.patch.add_hooks(self.tower)
-        if not any(map(_runs_tower, _forwards(module))):
+        # Others, such as accelerate, may have put theirs around it.
+        if not _runs_tower(inspect.unwrap(module.forward, stop=_runs_tower)):
             module.forward = update_wrapper(partial(run_tower, module, module.forward), module.forward)
 
 
@@ -217,14 +219,6 @@ def run_tower(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -
         return patch.run(module, forward, *args, **kwargs)
     finally:
         _running.passes = tuple(each for each in outer if each in _get_passes())
-
-
-def _forwards(module: nn.Module) -> Iterator[Callable]:
-    """The forward of a module, and those around which others, such as accelerate, have put theirs."""
-    forward = module.forward
-    while forward is not None:
-        yield forward
-        forward = getattr(forward, "__wrapped__", None)
 
 
 def _runs_tower(forward: Callable) -> bool:

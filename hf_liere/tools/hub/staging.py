@@ -31,7 +31,7 @@ from ...storage.saved_model import (
 )
 from .cards import PICTURE
 from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS
-from .secrets import VOCABULARIES, find_named_secret, readings
+from .secrets import PLACEHOLDER, VOCABULARIES, find_named_secret, readings
 
 
 PROCESSOR_FILES = (*PROCESSOR_CONFIGS, *VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json")
@@ -174,9 +174,8 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
             if TOKEN.search(reading):
                 found.append("a token")
             # Invisible patterns are only meaningful beside others.
-            found += [
-                f"a secret ({one.rule_id})" for one in scanner.scan(reading.encode("utf-8", "replace")) if one.visible
-            ]
+            seen = (one for one in scanner.scan(reading.encode("utf-8", "replace")) if one.visible)
+            found += [f"a secret ({one.rule_id})" for one in seen if not PLACEHOLDER.fullmatch(one.secret)]
             if path.suffix in TEXTS and (secret := find_named_secret(name, reading)):
                 found.append(secret)
             if found:
