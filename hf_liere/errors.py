@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 # Characters that move the cursor, set the title or the direction of text, or that no terminal can show.
@@ -23,7 +24,7 @@ def printable_messages() -> Iterator[None]:
     """Inside, log records and warnings of all libraries are [`printable`]."""
     make, layout = logging.getLogRecordFactory(), warnings.formatwarning
 
-    def make_record(*args, **kwargs) -> logging.LogRecord:
+    def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         record.msg, record.args = printable(record.getMessage()), None
         return record

@@ -116,19 +116,19 @@ class CheckpointingInPass:
         return self.function(layer_in_pass, *args, *tensors, **kwargs)
 
 
-def run_pass(tower: nn.Module, forward: Callable, *args, **kwargs):
+def run_pass(module: nn.Module, forward: Callable, *args, **kwargs):
     """A pass of a tower. Raises `RuntimeError` if an attention module did not rotate."""
-    if tower.training:
-        for module in tower.modules():
-            checkpointing = getattr(module, "_gradient_checkpointing_func", None)
+    if module.training:
+        for inner in module.modules():
+            checkpointing = getattr(inner, "_gradient_checkpointing_func", None)
             if checkpointing is not None and not isinstance(checkpointing, CheckpointingInPass):
-                module._gradient_checkpointing_func = CheckpointingInPass(checkpointing)
-    current = ForwardPass(tower)
+                inner._gradient_checkpointing_func = CheckpointingInPass(checkpointing)
+    current = ForwardPass(module)
     current.begin()
     output = forward(*args, **kwargs)
-    missing = set(range(len(tower.rotary_patch.attention_names))) - set(current.rotated)
+    missing = set(range(len(module.rotary_patch.attention_names))) - set(current.rotated)
     if missing:
-        names = [tower.rotary_patch.attention_names[layer] for layer in sorted(missing)]
+        names = [module.rotary_patch.attention_names[layer] for layer in sorted(missing)]
         raise RuntimeError(
             f"{names} ran without rotations: their attention did not go through transformers' attention interface. "
             "Was the configuration or the forward of these modules replaced after patching?"

@@ -1,10 +1,8 @@
 """Learned rotations in the vision towers of pretrained models (ComRoPE §4.4): the plan, and the hooks of a tower."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -66,6 +64,8 @@ class RotaryPatch(TowerPatch[Tower]):
     is_flexible: bool
     fixed_table: torch.Tensor | None = None
 
+    run = staticmethod(run_pass)
+
     def describe_base(self, module: nn.Module) -> dict:
         heads, head_dim = head_shape(self.attentions(module)[0])
         return {"heads": heads, "head_dim": head_dim, "train_grid": list(self.train_grid)}
@@ -82,9 +82,6 @@ class RotaryPatch(TowerPatch[Tower]):
             names = inspect.unwrap(type(attention).forward).__globals__
             eager = names.get("eager_attention_forward") or eager_attention_forward
             attention.config = View(attention.config, _attn_implementation=ROTARY_ATTENTION, layer=layer, eager=eager)
-
-    def run(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        return run_pass(module, forward, *args, **kwargs)
 
     def _replace_table(self, embeddings: nn.Module) -> None:
         """Make the embeddings read their table as `keep_absolute` defines it, without changing a parameter."""
