@@ -10,9 +10,18 @@ from typing import IO, Any
 import numpy as np
 
 from ..errors import require_libraries
-from .files import FRAME_SUFFIXES, PICTURE_SUFFIXES, VIDEO_SUFFIXES, UnreadableError, has_suffix, naming, visible
-from .pictures import develop, pixels, read_frames, read_picture
-from .volumes import count_slices, is_volume, read_volume, to_bytes, volume_spacing
+from .files import (
+    FRAME_SUFFIXES,
+    PICTURE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    UnreadableError,
+    has_suffix,
+    naming,
+    unread,
+    visible,
+)
+from .pictures import develop, pixels, read_frames, read_picture, require_format
+from .volumes import count_slices, dicom_files, is_volume, read_volume, to_bytes, volume_spacing
 
 
 @dataclass
@@ -30,7 +39,10 @@ class FrameReader:
     intensity_range: Sequence[float] | None = None
 
     def count(self, path: Path) -> int:
-        """Number of frames according to the file, not decoded. Raises `UnreadableError` if it cannot be opened."""
+        """
+        Number of the frames that players show, not decoded: headers also count those that an edit list hides. Raises
+        `UnreadableError` if the file cannot be opened.
+        """
         with naming(path.name):
             if is_volume(path):
                 return count_slices(path)
@@ -39,9 +51,18 @@ class FrameReader:
             if has_suffix(path, PICTURE_SUFFIXES):
                 return len(_durations(path))
             with _open(path) as container:
-                stream = container.streams.video[0]
-                # Some containers do not state the number of frames; count their packets instead.
-                return stream.frames or len(_stamps(container))
+                return _indexed(container) or len(_stamps(container))
+
+    def unused(self, path: Path) -> list[str]:
+        """A sentence on what a clip's file or folder contains beside the frames that are read, if there is more."""
+        if path.is_dir():
+            return unread(path, dicom_files(path) or frame_files(path))
+        if not has_suffix(path, VIDEO_SUFFIXES):
+            return []
+        with naming(path.name), _open(path) as container:
+            # A cover is a video of one picture.
+            count = sum(not each.disposition & each.disposition.attached_pic for each in container.streams.video)
+        return [f"{path.name}: has {count} videos; the one that players show is read."] if count > 1 else []
 
     def read(self, path: Path, indices: Sequence[int] | None = None) -> np.ndarray:
         """
@@ -82,8 +103,9 @@ class FrameReader:
                 yield lambda frame=frame: pixels(develop(frame, self.mode))
         else:
             with _open(source) as container:
-                aspect = float(container.streams.video[0].sample_aspect_ratio or 1)
-                for frame in container.decode(video=0):
+                stream = _video(container)
+                aspect = float(stream.sample_aspect_ratio or 1)
+                for frame in container.decode(stream):
                     yield partial(_upright, frame, aspect, self.mode)
 
     @property
@@ -109,13 +131,16 @@ class FrameReader:
             return None
         with naming(path.name):
             if has_suffix(path, PICTURE_SUFFIXES):
-                times = np.cumsum([0.0, *_durations(path)[:-1]])
+                lasting = _durations(path)
+                if if_even and len(lasting) > 1 and not any(lasting):
+                    raise UnreadableError(f"has {len(lasting)} pages or frames without times.")
+                times = np.cumsum([0.0, *lasting[:-1]])
             else:
                 with _open(path) as container:
-                    stream = container.streams.video[0]
+                    stream = _video(container)
                     rates = [float(rate or 0) for rate in (stream.average_rate, stream.base_rate)]
                     # A container that does not count its frames knows no average.
-                    if not if_even and stream.frames and abs(rates[0] - rates[1]) <= SAME_RATE * rates[1]:
+                    if not if_even and _indexed(container) and abs(rates[0] - rates[1]) <= SAME_RATE * rates[1]:
                         return None
                     stamps, base = _stamps(container), stream.time_base
                 known = [stamp for stamp in stamps if stamp is not None]
@@ -134,6 +159,8 @@ class FrameReader:
 
 # Containers round the rates of their headers by less, relative to the rate.
 SAME_RATE = 1e-3
+# Pictures that may be a clip: animations, and stacks of pages.
+MOVING_SUFFIXES = (".gif", ".webp", ".apng", ".tif", ".tiff")
 # Files whose frames have times.
 TIMED = (*VIDEO_SUFFIXES, *PICTURE_SUFFIXES)
 
@@ -143,12 +170,16 @@ def is_clip(path: Path) -> bool:
     if path.is_dir():
         return bool(frame_files(path)) or is_volume(path)
     # The header of a pair goes with its image.
-    return has_suffix(path, (*VIDEO_SUFFIXES, ".gif")) or (is_volume(path) and not has_suffix(path, (".hdr",)))
+    return has_suffix(path, (*VIDEO_SUFFIXES, *MOVING_SUFFIXES)) or (
+        is_volume(path) and not has_suffix(path, (".hdr",))
+    )
 
 
 def frame_files(folder: Path) -> list[Path]:
     """The pictures in a folder, sorted by the numbers in their names."""
     files = [path for path in visible(folder) if has_suffix(path, FRAME_SUFFIXES) and path.is_file()]
+    for path in files:
+        require_format(path)
     return sorted(files, key=lambda path: ([int(part) for part in re.findall(r"\d+", path.stem)], path.name))
 
 
@@ -192,9 +223,30 @@ def _open(source: Path | IO[bytes]) -> Any:
     return av.open(str(source) if isinstance(source, Path) else source)
 
 
+def _video(container: Any) -> Any:
+    """The video that players show."""
+    stream = container.streams.best("video")
+    if stream is None:
+        raise UnreadableError("has no video; accepted: a file with one.")
+    return stream
+
+
+def _indexed(container: Any) -> int | None:
+    """Number of frames, if the index of the container tells it: all are shown. Other headers are wrong at times."""
+    stream = _video(container)
+    entries = getattr(stream, "index_entries", None) or ()
+    shown = sum(1 for entry in entries if entry.size and not entry.is_discard)
+    return shown if "mov" in container.format.name and 0 < shown == len(entries) == stream.frames else None
+
+
 def _stamps(container: Any) -> list[int | None]:
     """Times of the frames that players show; some containers hold others that only help to decode them."""
-    return [packet.pts for packet in container.demux(video=0) if packet.size and not packet.is_discard]
+    packets = [packet for packet in container.demux(_video(container)) if packet.size]
+    # Decoders drop frames that are shown before the first that needs no other; some of them have no times.
+    first = next((packet.pts for packet in packets if packet.is_keyframe), None)
+    later = next((n for n, each in enumerate(packets) if None not in (first, each.pts) and each.pts > first), 0)
+    shown = [each for n, each in enumerate(packets) if n >= later or each.pts == first]
+    return [packet.pts for packet in shown if not packet.is_discard]
 
 
 def _upright(frame: Any, aspect: float, mode: str) -> np.ndarray:

@@ -1,13 +1,16 @@
 """Which files are read, and the error that names one that cannot be."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import InputError, MissingLibraryError
 
 
-PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp", ".tif", ".tiff", ".avif")
+# What phones write, which Pillow reads with the extra `heic`.
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")
+PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp", ".tif", ".tiff", ".avif", *HEIC_SUFFIXES)
 # In a folder of frames, an animation is not a frame.
 FRAME_SUFFIXES = tuple(suffix for suffix in PICTURE_SUFFIXES if suffix != ".gif")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
@@ -15,6 +18,7 @@ SCAN_SUFFIXES = (".nii.gz", ".nii", ".img.gz", ".img", ".hdr")
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 ARRAY_SUFFIXES = (".npz", ".npy")
 VOLUME_SUFFIXES = (*SCAN_SUFFIXES, *DICOM_SUFFIXES, *ARRAY_SUFFIXES)
+SUFFIXES = (*PICTURE_SUFFIXES, *VIDEO_SUFFIXES, *VOLUME_SUFFIXES)
 # What systems and editors leave beside data, apart from names that begin with a dot.
 LEFT_BEHIND = ("__macosx", "thumbs.db", "desktop.ini")
 
@@ -50,6 +54,26 @@ def is_hidden(path: Path, folder: Path) -> bool:
 def visible(folder: Path) -> list[Path]:
     """The entries of a folder, sorted, without hidden ones ([`is_hidden`])."""
     return sorted(path for path in folder.iterdir() if not is_hidden(path, folder))
+
+
+def unread_files(folder: Path, read: Collection[Path]) -> list[Path]:
+    """The files below a folder that are neither among those that are read nor in a folder that is."""
+    taken = set(read)
+    found = (path for path in folder.rglob("*") if path.is_file() and not is_hidden(path, folder))
+    return sorted(path for path in found if taken.isdisjoint((path, *path.parents)))
+
+
+def unread(folder: Path, read: Collection[Path]) -> list[str]:
+    """One sentence on the [`unread_files`] of a folder, if there are any."""
+    left = unread_files(folder, read)
+    return [f"{folder.name}: {numbers(left)}."] if left else []
+
+
+def numbers(left: Collection[Path]) -> str:
+    """How many files are not read, also by suffix."""
+    counts = Counter(path.suffix.lower() or "without a suffix" for path in left)
+    named = ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items()))
+    return f"{len(left)} {'file is' if len(left) == 1 else 'files are'} not read: {named}"
 
 
 def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:

@@ -1,5 +1,6 @@
 """Pictures through Pillow: upright, of eight bits, with transparent parts on white."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -7,7 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..errors import require_libraries
-from .files import UnreadableError
+from .files import HEIC_SUFFIXES, UnreadableError, has_suffix
 
 
 # Modes that Pillow converts to 8-bit grey or RGB without losing range. Deeper ones do not say what is black and what is
@@ -18,17 +19,50 @@ GROUND = "white"
 
 
 def read_picture(source: str | Path | IO[bytes], mode: str = "RGB") -> np.ndarray:
-    """(height, width, 3 or 1) uint8 of a file's first frame, see [`develop`]."""
-    return next(pixels(develop(frame, mode)) for frame in read_frames(source))
+    """(height, width, 3 or 1) uint8 of a still picture, see [`develop`]. Raises `UnreadableError` for several pages."""
+    with open_picture(source) as image:
+        if (count := count_pages(image)) > 1:
+            raise UnreadableError(f"{Path(image.filename).name} has {count} pages or frames; accepted: one.")
+        return pixels(develop(image, mode))
 
 
 def read_frames(source: str | Path | IO[bytes]) -> Iterator[Any]:
     """The frames of an animation as images, one after the other; a still picture is one frame."""
-    require_libraries("Reading images", "inspect", "PIL")
-    from PIL import Image, ImageSequence
+    from PIL import ImageSequence
 
-    with Image.open(source) as image:
+    with open_picture(source) as image:
         yield from ImageSequence.Iterator(image)
+
+
+def open_picture(source: str | Path | IO[bytes]) -> Any:
+    """A picture of Pillow, whose pixels have not been read. Raises `MissingLibraryError` for HEIC without its extra."""
+    require_libraries("Reading images", "inspect", "PIL")
+    if isinstance(source, (str, Path)):
+        require_format(Path(source))
+    register_formats()
+    from PIL import Image
+
+    return Image.open(source)
+
+
+def require_format(path: Path) -> None:
+    """Raises `MissingLibraryError` for a picture that Pillow reads with an extra that is not installed."""
+    if has_suffix(path, HEIC_SUFFIXES):
+        require_libraries(f"Reading {path.name}", "heic", "pillow_heif")
+
+
+def register_formats() -> None:
+    """Teaches Pillow to read HEIC, if its extra is installed."""
+    if importlib.util.find_spec("pillow_heif") is not None:
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+
+
+def count_pages(image: Any) -> int:
+    """Pages of a TIFF, or frames of an animation, of an opened picture."""
+    # Those of a PSD are the layers of which the picture is made.
+    return 1 if image.format == "PSD" else getattr(image, "n_frames", 1)
 
 
 def develop(image: Any, mode: str = "RGB", turn: bool = True) -> Any:

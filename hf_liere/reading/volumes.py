@@ -7,6 +7,7 @@ head, rows from back to front, columns from left to right. Arrays are taken as s
 """
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,24 @@ ORIENTATION = "RAS"
 SPACING = "spacing"
 # Factors to mm, the default unit.
 MEASURES = {"meter": 1e3, "micron": 1e-3}
+# Headers that say where slices lie, and all that are equal in every slice of a series: they decide values or places. Of
+# slopes only that there are some, because each slice has its own in PET.
+PLACES = ("SeriesInstanceUID", "Rows", "Columns", "PixelSpacing", "ImageOrientationPatient")
+SHARED = (
+    *(*PLACES, "FrameOfReferenceUID", "Modality", "PhotometricInterpretation", "SamplesPerPixel", "NumberOfFrames"),
+    *("BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PresentationLUTShape"),
+    *("RescaleSlope", "RescaleType", "ModalityLUTSequence", "Units"),
+)
+# Largest difference of their numbers, relative to the largest: cosines have few decimals.
+ROUNDED = 1e-3
+# Largest distance of a slice from the line of the others, in pixels, and tilt of that line in degrees, as of a gantry.
+ASIDE, MOST_TILTED = 0.1, 45
 # Largest difference between the distances of a series' slices, relative to their mean: positions are rounded decimals.
 UNEVEN = 0.01
+# Largest distance of a slice from the line on which the others lie, in pixels, and the largest tilt of that line, in
+# degrees. Gantries are tilted by up to 30.
+ASIDE = 0.1
+MOST_TILTED = 45
 
 
 def is_volume(path: Path) -> bool:
@@ -60,7 +77,7 @@ def count_slices(path: Path) -> int:
 def read_volume(path: Path) -> np.ndarray:
     """
     A volume (slices, rows, columns) or (slices, rows, columns, channels), in the file's dtype. Raises `UnreadableError`
-    if the file contains no volume, or several.
+    if the file contains no volume, or several. Pixels that a DICOM header calls padding are masked (`numpy.ma`).
     """
     if has_suffix(path, (".npy",)):
         volume = np.load(path, allow_pickle=False)
@@ -78,6 +95,8 @@ def read_volume(path: Path) -> np.ndarray:
         volume = np.asanyarray(nibabel.as_closest_canonical(scan).dataobj).T
         if volume.dtype.names:
             volume = np.stack([volume[name] for name in volume.dtype.names], axis=-1)
+        if not has_suffix(path, SCAN_SUFFIXES) and np.isnan(volume).any():
+            volume = np.ma.masked_invalid(volume)
     if volume.ndim not in (3, 4):
         raise UnreadableError(f"contains an array of shape {volume.shape}; accepted: 3 or 4 axes.")
     if not volume.size or volume.dtype.kind not in "biuf":
@@ -111,16 +130,21 @@ def check_spacing(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def to_bytes(volume: np.ndarray, intensity_range: Sequence[float] | None) -> np.ndarray:
-    """uint8 from intensities, of which those of the range, by default of the volume, become 0 and 255."""
+    """
+    uint8 from intensities, of which those of the range, by default of the volume, become 0 and 255. Masked ones, which
+    are no measurements, have no part in the range and become 0.
+    """
     if volume.dtype == np.uint8 and intensity_range is None:
         return volume
+    if np.ma.getmaskarray(volume).all():
+        raise UnreadableError("contains padding alone; accepted: at least one pixel that was measured.")
     if not np.isfinite(volume).all():
         raise UnreadableError("contains intensities that are not finite.")
     low, high = intensity_range or (float(volume.min()), float(volume.max()))
     # float32 would round large whole numbers before the smallest is subtracted.
     wide = volume.astype(np.promote_types(volume.dtype, np.float32))
     scaled = (wide - low) / max(high - low, np.finfo(np.float32).tiny)
-    return (scaled.clip(0, 1) * 255).round().astype(np.uint8)
+    return np.ma.filled((scaled.clip(0, 1) * 255).round(), 0).astype(np.uint8)
 
 
 def _scan(path: Path, pixels: bool = True) -> Any:
@@ -152,13 +176,9 @@ def _series(path: Path, pixels: bool) -> Any:
     require_libraries("Reading DICOM", "dicom", "pydicom")
     from nibabel.spatialimages import SpatialImage
     from pydicom import dcmread
-    from pydicom.pixels import apply_rescale
 
     slices = [dcmread(file, stop_before_pixels=not pixels) for file in dicom_files(path)]
-    for name, accepted in (("SeriesInstanceUID", "one series"), ("ImageOrientationPatient", "parallel slices")):
-        found = {str(each.get(name)) for each in slices}
-        if len(found) > 1 or "None" in found:
-            raise UnreadableError(f"has {len(found)} values of {name}, {sorted(found)[0]} …; accepted: {accepted}.")
+    _require_one_series(slices)
     first = slices[0]
     if first.get("PhotometricInterpretation") != "MONOCHROME2" or int(first.get("NumberOfFrames", 1)) > 1:
         raise UnreadableError(
@@ -179,11 +199,60 @@ def _series(path: Path, pixels: bool) -> Any:
                 "distances."
             )
         step = (places[-1] - places[0]) / (len(slices) - 1)
+        line = step / np.linalg.norm(step)
+        off = np.linalg.norm(places - places[0] - np.outer((places - places[0]) @ line, line), axis=1)
+        tilt = np.degrees(np.arccos(min(line @ normal, 1.0)))
+        if off.max() > ASIDE * min(map(float, first.PixelSpacing)) or tilt > MOST_TILTED:
+            aside = int(off.argmax()) or -1
+            raise UnreadableError(
+                f"has slices beside one line: {_name(slices[aside])} is at {places[aside].tolist()}, {off.max():.3g} "
+                f"mm from a line tilted by {tilt:.0f}° that begins at {places[0].tolist()} in {_name(slices[0])}; "
+                f"accepted: slices on one line, tilted by up to {MOST_TILTED}°."
+            )
     between_rows, between_columns = map(float, first.PixelSpacing)
     affine = np.eye(4)
     affine[:3] = np.column_stack([across * between_columns, down * between_rows, step, places[0]])
     shape = (len(slices), int(first.Rows), int(first.Columns))
     volume = np.broadcast_to(0.0, shape)
     if pixels:
-        volume = np.stack([apply_rescale(each.pixel_array, each).astype(np.float64) for each in slices])
+        volume = np.stack([_measured(each) for each in slices])
     return SpatialImage(volume.T, np.diag([-1.0, -1, 1, 1]) @ affine)
+
+
+def _name(header: Any) -> str:
+    return Path(header.filename).name
+
+
+def _require_one_series(slices: Sequence[Any]) -> None:
+    """Raises [`UnreadableError`] with the name and both values of a slice whose header contradicts the first one's."""
+    for each, name in product(slices, SHARED):
+        found, expected = (_value(header, name) for header in (each, slices[0]))
+        numeric = isinstance(found, list) and isinstance(expected, list)
+        same = np.allclose(found, expected, 0, ROUNDED * max(map(abs, expected))) if numeric else found == expected
+        if not same or found is None and name in PLACES:
+            raise UnreadableError(
+                f"{_name(each)} has {name} {found}, {_name(slices[0])} {expected}; accepted: slices of one series."
+            )
+
+
+def _value(header: Any, name: str) -> Any:
+    """What is compared of a header: a list of several numbers, a text, or `None`."""
+    value = header.get(name, 1 if name == "NumberOfFrames" else None)
+    if value in (None, "") or name in ("RescaleSlope", "ModalityLUTSequence"):
+        return None if value in (None, "") else "given"
+    return list(map(float, value)) if name in ("PixelSpacing", "ImageOrientationPatient") else str(value)
+
+
+def _measured(header: Any) -> np.ndarray:
+    """(rows, columns) float64 values of a slice, in the unit that its header states; NaN where it says padding."""
+    from pydicom.pixels import apply_modality_lut
+
+    stored = header.pixel_array
+    values = apply_modality_lut(stored, header).astype(np.float64)
+    for kind in ("PixelPaddingValue", "FloatPixelPaddingValue", "DoubleFloatPixelPaddingValue"):
+        if header.get(kind) is not None:
+            given = (header.get(name) for name in (kind, kind.replace("Value", "RangeLimit")))
+            # As pixels are stored: writers confuse signed and unsigned.
+            limits = [np.asarray(limit).astype(stored.dtype) for limit in given if limit is not None]
+            values[(stored >= min(limits)) & (stored <= max(limits))] = np.nan
+    return values

@@ -211,7 +211,7 @@ def run_inspect(checkpoint: str, output: str, **options: Any) -> str:
     "Print the most probable classes of images or videos, with their probabilities. The checkpoint's processor "
     "prepares them. Code of the checkpoint runs only if you trust it.",
     CHECKPOINT,
-    argument("files", "images, videos, volumes, or folders of frames", nargs="+", metavar="FILE"),
+    argument("files", "images, videos, volumes, folders of frames, or folders of these", nargs="+", metavar="FILE"),
     argument("--top_k", "number of classes for each file (3)", type=int),
     argument("--attention", "picture to write (.png, .svg, .pdf): where the model looks, by layer", metavar="PICTURE"),
     argument("--json", "print json instead of lines", action="store_true", dest="as_json"),

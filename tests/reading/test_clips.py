@@ -1,13 +1,12 @@
 """Clips and volumes, against arrays that were turned by hand, affines that were applied by hand, and their times."""
 
 import json
-from fractions import Fraction
 
-import av
 import numpy as np
 import pytest
 import torch
 import training_helpers  # noqa: F401 (makes training importable)
+from clip_files import write_clip, write_series
 from PIL import Image
 
 import hf_liere
@@ -21,21 +20,6 @@ from training.data.video_data import VideoDataArguments, load_clips
 
 
 COLOR, GREY = FrameReader(3), FrameReader(1)
-
-
-def write_clip(path, frames, aspect=1, times=None, codec="mpeg4"):
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=10)
-        stream.height, stream.width = frames[0].shape[:2]
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.sample_aspect_ratio = Fraction(aspect)
-        stream.time_base = stream.codec_context.time_base = Fraction(1, 10)
-        for number, array in enumerate(frames):
-            frame = av.VideoFrame.from_ndarray(array, format="rgb24")
-            frame.pts, frame.time_base = (times or range(len(frames)))[number], Fraction(1, 10)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return path
 
 
 def with_matrix(path, target, *entries):
@@ -181,35 +165,6 @@ def test_several_volumes_in_a_file_are_refused_and_colours_read(tmp_path):
     kind = np.dtype([("R", "u1"), ("G", "u1"), ("B", "u1")])
     nibabel.save(nibabel.Nifti1Image(colours.view(kind)[..., 0], np.eye(4)), tmp_path / "colour.nii")
     assert np.array_equal(COLOR.read(tmp_path / "colour.nii"), colours.transpose(2, 1, 0, 3))
-
-
-def write_series(folder, volume, orientation=(1, 0, 0, 0, 1, 0), gaps=None):
-    """Slices (slices, rows, columns) with 2.5 mm between them, 0.5 between rows and 0.7 between columns."""
-    pydicom = pytest.importorskip("pydicom")
-    from pydicom.dataset import Dataset, FileMetaDataset
-    from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
-
-    folder.mkdir(parents=True)
-    series, normal = generate_uid(), np.cross(orientation[:3], orientation[3:])
-    for number, pixels in enumerate(volume):
-        data = Dataset()
-        data.file_meta = FileMetaDataset()
-        data.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-        data.SOPClassUID, data.SOPInstanceUID, data.SeriesInstanceUID = CTImageStorage, generate_uid(), series
-        data.file_meta.MediaStorageSOPClassUID = CTImageStorage
-        data.file_meta.MediaStorageSOPInstanceUID = data.SOPInstanceUID
-        data.Rows, data.Columns = pixels.shape
-        data.ImageOrientationPatient = list(map(float, orientation))
-        place = normal * (2.5 * number if gaps is None else gaps[number])
-        data.ImagePositionPatient = [float(value) for value in place]
-        data.PixelSpacing, data.RescaleSlope, data.RescaleIntercept = [0.5, 0.7], 2.0, -1000.0
-        data.SamplesPerPixel, data.PhotometricInterpretation = 1, "MONOCHROME2"
-        data.BitsAllocated, data.BitsStored, data.HighBit, data.PixelRepresentation = 16, 16, 15, 0
-        data.PixelData = pixels.astype("<u2").tobytes()
-        # The names of the files are in another order than the slices.
-        pydicom.dcmwrite(folder / f"{len(volume) - number}.dcm", data, enforce_file_format=True)
-    (folder / "._1.dcm").write_bytes(b"left behind")
-    return folder
 
 
 def test_a_series_of_slices_is_a_volume(tmp_path):

@@ -9,11 +9,13 @@ import datasets
 import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError, naming
-from hf_liere.reading.pictures import EIGHT_BIT_MODES, GREY_MODES, develop, pixels
+from hf_liere.reading.pictures import EIGHT_BIT_MODES, GREY_MODES, count_pages, develop, pixels, register_formats
 from training.common.arguments import DataArguments
+from training.common.messages import abbreviate
 from training.data.arrows import Arrows
 from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction
 from training.data.tables import (
@@ -23,11 +25,15 @@ from training.data.tables import (
     load_tables,
     number_labels,
     pick_splits,
+    report_unread_images,
     require_class_folders,
     require_columns,
 )
 
 
+logger = logging.get_logger(__name__)
+# Here, because workers that are new processes import this module.
+register_formats()
 # Longest search for images of other modes among those that are decoded in training.
 HEADER_SECONDS = 20.0
 RECTANGLES = "rectangles"
@@ -55,6 +61,8 @@ class DecodedImages:
     num_channels: int
     cache_bytes: float
     cache: dict[int, np.ndarray] = field(default_factory=dict)
+    # Files or rows with several pages or frames, of which the first is read.
+    several: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -73,12 +81,22 @@ class DecodedImages:
         first = [self[index][0].nbytes for index in range(min(len(self), 64))]
         if sum(first) / len(first) * len(self) > self.cache_bytes:
             self._read_headers()
+            self._report_pages(description)
             return
         with tqdm(total=len(self), desc=f"Decoding {description}", unit="img", leave=False, disable=None) as progress:
             for start in range(0, len(self), 256):
                 for row, encoded in enumerate(self.table[start : start + 256][self.image_column], start):
                     self.cache[row] = self.decode(encoded, row)
                     progress.update()
+        self._report_pages(description)
+
+    def _report_pages(self, description: str) -> None:
+        if self.several:
+            named = [f"{place.rstrip(',')} has {count}" for place, count in self.several.items()]
+            logger.warning(
+                f"{len(named)} {description} have several pages or frames, of which the first is read: "
+                f"{abbreviate(named)}."
+            )
 
     def _read_headers(self) -> None:
         """Raises as [`decode`] for an image that is refused by its mode, in an order that soon sees every part."""
@@ -94,7 +112,9 @@ class DecodedImages:
         try:
             content = encoded["path"] if encoded["bytes"] is None else io.BytesIO(encoded["bytes"])
             with Image.open(content) as image:
-                return image.mode in (EIGHT_BIT_MODES if self.num_channels == 3 else GREY_MODES)
+                return count_pages(image) == 1 and image.mode in (
+                    EIGHT_BIT_MODES if self.num_channels == 3 else GREY_MODES
+                )
         except Exception:
             # Decoding says what is wrong, if anything: it knows paths on the Hub too.
             return False
@@ -107,6 +127,8 @@ class DecodedImages:
             place = f"The image in row {row}, column {self.image_column!r},"
         # An animation keeps its file open.
         with naming(place, " has ", " cannot be decoded"), datasets.Image().decode_example(encoded) as image:
+            if (count := count_pages(image)) > 1:
+                self.several[place] = count
             developed = develop(image, "RGB" if self.num_channels == 3 else "L")
             if self.num_channels == 1 and image.mode not in GREY_MODES:
                 raise UnreadableError(
@@ -145,6 +167,7 @@ def _load_decoded(arguments: DataArguments, request: DataRequest) -> LabelledIma
     some_table = next(iter(chosen.values()))
     image_column = infer_column(some_table.features, "image", arguments.image_column_name)
     if arguments.image_folder:
+        report_unread_images(tables, image_column, arguments.image_folder)
         require_class_folders(tables, image_column, arguments)
     label_column = infer_column(some_table.features, "label", arguments.label_column_name)
     names, named = label_names(some_table, label_column)

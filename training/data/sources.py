@@ -6,13 +6,15 @@ clip that has not been read; the label is the number of the class.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from torch.utils.data import Dataset, Subset
 from transformers.utils import logging
 
-from hf_liere.reading.files import UnreadableError
+from hf_liere.reading.files import HEIC_SUFFIXES, UnreadableError, has_suffix, numbers
+from training.common.messages import abbreviate
 
 
 logger = logging.get_logger(__name__)
@@ -90,6 +92,25 @@ def leave_out(reader: object, error: UnreadableError) -> None:
     if str(error) not in reported:
         reported.add(str(error))
         logger.warning(f"Left out: {error}")
+
+
+def report_unread(folder: str, left: Sequence[Path], read: set[Path]) -> None:
+    """
+    Says before a run which files of a folder it does not read.
+
+    Args:
+        folder: the flag and its value.
+        read: the files that it reads.
+    """
+    if not left:
+        return
+    text = f"{folder}: {numbers(left)}."
+    without = sorted({path.parent for path in left} - {parent for path in read for parent in path.parents})
+    if without:
+        text += f" Nothing is read in {abbreviate([path.name for path in without])}."
+    if any(has_suffix(path, HEIC_SUFFIXES) for path in left):
+        text += " Images in HEIC are read with the extra heic: pip install -e '.[heic]'."
+    logger.warning(text)
 
 
 def take_fraction(source: Source, fraction: float, seed: int) -> Source:

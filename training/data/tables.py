@@ -12,11 +12,15 @@ import datasets
 import numpy as np
 import pyarrow
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from PIL import Image
 
 from hf_liere.errors import InputError
+from hf_liere.reading.files import HEIC_SUFFIXES, unread_files
+from hf_liere.reading.pictures import register_formats
 from training.common.arguments import DataArguments
 from training.common.messages import abbreviate, reason
-from training.data.sources import DataRequest
+from training.data.sources import DataRequest, report_unread
 
 
 EVALUATION_SPLITS = ("validation", "valid", "dev", "test")
@@ -25,6 +29,7 @@ COLUMNS = {
     "image": (datasets.Image, ("image", "img", "pixel_values", "picture", "file_name")),
     "label": (datasets.ClassLabel, ("label", "labels", "class", "target", "category")),
 }
+ARCHIVES = (".zip", ".gz", ".tar", ".tgz", ".xz", ".bz2", ".zst")
 FILE_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
@@ -36,8 +41,35 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
         if not Path(arguments.image_folder).is_dir():
             raise InputError(f"--image_folder {arguments.image_folder!r} is not a folder.")
         with translate_read_errors(f"--image_folder {arguments.image_folder!r}"):
-            return datasets.load_dataset("imagefolder", data_dir=arguments.image_folder)
+            return _load_folder(arguments.image_folder)
     return load_table_files({"train": arguments.train_files or [], "validation": arguments.validation_files or []})
+
+
+def _load_folder(folder: str) -> datasets.DatasetDict:
+    """Images of a folder in every format that Pillow reads here: `datasets` has a list of its own."""
+    register_formats()
+    known = ImageFolder.EXTENSIONS
+    further = sorted({".avif", *HEIC_SUFFIXES}.intersection(Image.registered_extensions()).difference(known))
+    # The name of a configuration keeps what is stored of the same folder with other formats apart.
+    name = "".join(["with", *further]) if further else None
+    try:
+        ImageFolder.EXTENSIONS = [*known, *further]
+        return datasets.load_dataset("imagefolder", name, data_dir=folder)
+    finally:
+        ImageFolder.EXTENSIONS = known
+
+
+def report_unread_images(tables: datasets.DatasetDict, image_column: str, folder: str) -> None:
+    """Says which files of a folder are in no table, apart from metadata and archives, whose contents are."""
+    read = set()
+    for table in tables.values():
+        stored = table.cast_column(image_column, datasets.Image(decode=False)).with_format("arrow")
+        read |= {Path(path) for path in stored[:][image_column].combine_chunks().field("path").to_pylist() if path}
+    base = Path(folder).absolute()
+    read |= {base / path.relative_to(base.resolve()) for path in read if path.is_relative_to(base.resolve())}
+    left = unread_files(base, read)
+    left = [path for path in left if path.name not in ImageFolder.METADATA_FILENAMES and path.suffix not in ARCHIVES]
+    report_unread(f"--image_folder {folder!r}", left, read)
 
 
 def load_table_files(files: dict[str, list[str]]) -> datasets.DatasetDict:

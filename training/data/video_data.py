@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from hf_liere.errors import InputError
 from hf_liere.reading.clips import FrameReader, frames_needed, is_clip
-from hf_liere.reading.files import UnreadableError, visible
+from hf_liere.reading.files import UnreadableError, unread_files, visible
 from hf_liere.reading.volumes import SPACING, check_spacing
 from training.common.arguments import ViewArguments, flag
 from training.data import bodies
@@ -22,7 +22,7 @@ from training.data.arrows import LABELS, Arrows
 from training.data.clips import Clip, ClipArray, ClipFile
 from training.data.images import build_arrows
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
-from training.data.sources import PARTS, DataRequest, LabelledImages
+from training.data.sources import PARTS, DataRequest, LabelledImages, report_unread
 
 
 logger = logging.get_logger(__name__)
@@ -153,7 +153,7 @@ def _require_trained(files: Files, names: list[str]) -> None:
 def _open_clips(
     entries: list[tuple[Path, int]], reader: FrameReader, part: str, needs_spacing: bool
 ) -> list[tuple[Clip, int]]:
-    clips = []
+    clips, remarks = [], []
     for path, label in tqdm(entries, desc=f"Opening {part} clips", unit="clip", leave=False, disable=None):
         try:
             length, times = reader.count(path), None if needs_spacing else reader.frame_times(path, if_even=False)
@@ -167,6 +167,10 @@ def _open_clips(
         # The header may state a wrong number of frames.
         length = length if times is None else len(times)
         clips.append((ClipFile(path, length, reader, spacing, times), label))
+        remarks += reader.unused(path)
+    if remarks:
+        further = f" So have {len(remarks) - 1} further {part} clips others." if len(remarks) > 1 else ""
+        logger.warning(remarks[0] + further)
     return clips
 
 
@@ -212,9 +216,23 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
         ]
         for part, split in parts.items()
     }
+    read = {path for entries in files.values() for path, _ in entries}
+    left = [
+        path
+        for place in visible(folder)
+        if place.name in parts.values() or place.name not in known
+        for path in ([place] if place.is_file() else unread_files(place, read))
+        if not _is_header(path)
+    ]
+    report_unread(f"--video_folder {str(folder)!r}", left, read)
     # In sorted order, the first --max_train_samples clips would belong to one class.
     orders = {part: np.random.default_rng(0).permutation(len(entries)) for part, entries in files.items()}
     return {part: [files[part][index] for index in order] for part, order in orders.items()}, ordered
+
+
+def _is_header(path: Path) -> bool:
+    """Whether a file is the header of a pair, which is read with its image."""
+    return path.suffix.lower() == ".hdr" and any(path.with_suffix(suffix).exists() for suffix in (".img", ".img.gz"))
 
 
 def _split_files(arguments: VideoDataArguments, request: DataRequest) -> tuple[Files, list[str]]:

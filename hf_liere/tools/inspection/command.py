@@ -12,11 +12,12 @@ from ...auto import load_checkpoint
 from ...errors import require_libraries
 from ...models.patched.vision_towers import Tower
 from ...reading.clips import FrameReader
+from ...reading.files import unread
 from ...storage.targets import new_directory
 from .analysis import InspectedModel, analyse, find_transformer
 from .attention import black_input, size_options
 from .comparison import compare
-from .inputs import InspectionError, Preparation, Sample, read_samples
+from .inputs import InspectionError, Preparation, Sample, files_of, read_samples
 
 
 REPORT_NAME = "report.html"
@@ -63,6 +64,8 @@ def inspect_checkpoint(
         names = _names(checkpoints)
         inspected = [_inspect(name, *found, samples, image_sizes, batch_size) for name, found in zip(names, loaded)]
         first, *others = inspected
+        if dataset is not None and Path(dataset).is_dir():
+            first.analysis.remarks += unread(Path(dataset), files_of(Path(dataset), is_video))
         comparison = compare(first.analysis, others[0].analysis, (names[0], names[1])) if others else None
         page = render_report(inspected, comparison)
         try:
@@ -96,7 +99,7 @@ def _inspect(
     _, tower = find_transformer(model)
     if tower is None and samples:
         raise InspectionError(f"{type(model).__name__} takes tokens with positions: leave out --image and --dataset.")
-    shown, inputs, remarks = [], [], []
+    shown, inputs, remarks = [], [], [remark for sample in samples for remark in sample.remarks]
     if tower is not None and samples and not tower.is_flexible:
         preparation = Preparation.for_tower(tower, processor)
         if processor is None:

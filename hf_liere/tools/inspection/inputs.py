@@ -14,11 +14,10 @@ import torch
 from ...errors import InputError, MissingLibraryError, require_libraries
 from ...models.patched.vision_towers import Tower
 from ...reading.clips import FrameReader, clip_indices, is_clip
-from ...reading.files import PICTURE_SUFFIXES, VIDEO_SUFFIXES, VOLUME_SUFFIXES, UnreadableError, has_suffix, visible
-from ...reading.pictures import develop, pixels, read_picture
+from ...reading.files import PICTURE_SUFFIXES, SUFFIXES, VIDEO_SUFFIXES, UnreadableError, has_suffix, visible
+from ...reading.pictures import count_pages, develop, open_picture, pixels
 
 
-SUFFIXES = (*PICTURE_SUFFIXES, *VIDEO_SUFFIXES, *VOLUME_SUFFIXES)
 COLOURS = FrameReader(3)
 TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 
@@ -53,11 +52,13 @@ class Sample:
         frames: (T, H, W, C) uint8, C = 3 or 1; an image is one frame.
         places: For models with physical coordinates, the distances of rows and columns, and the times or places of
             the frames (T,).
+        remarks: Sentences on what the file contains and the sample does not.
     """
 
     name: str
     frames: np.ndarray
     places: tuple[Sequence[float], np.ndarray] | None = None
+    remarks: Sequence[str] = ()
 
 
 @dataclass
@@ -149,26 +150,36 @@ def read_samples(
     if max_samples < 1:
         raise InspectionError(f"--max_samples {max_samples}: accepted are numbers from 1.")
     if Path(dataset).is_dir():
-        paths = _files(Path(dataset), is_video)
-        if not paths:
-            raise InspectionError(f"{dataset} has no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
+        paths = files_of(Path(dataset), is_video)
         # Sample the whole folder, because data sets often store each class together.
         places = spaced_indices(len(paths), min(max_samples, len(paths)))
         return samples + [read_file(paths[place], is_video, reader) for place in places]
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
 
 
-def _files(folder: Path, is_video: bool) -> list[Path]:
-    """The readable files below a folder and, for models of videos, its folders of frames or slices."""
-    whole = [not path.is_dir() or (is_video and is_clip(path)) for path in visible(folder)]
-    inner = [[path] if given else _files(path, is_video) for path, given in zip(visible(folder), whole)]
-    return [path for path in chain(*inner) if path.is_dir() or has_suffix(path, SUFFIXES)]
+def files_of(path: Path, is_video: bool) -> list[Path]:
+    """
+    A file, or the readable files below a folder: for models of videos also folders of frames or slices, for others no
+    videos. Raises [`InspectionError`] if there are none.
+    """
+    found = _files(path, is_video)
+    if not found:
+        raise InspectionError(f"{path} has no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
+    return found
+
+
+def _files(path: Path, is_video: bool) -> list[Path]:
+    if path.is_file() or (is_video and is_clip(path)):
+        return [path]
+    found = chain.from_iterable(_files(entry, is_video) for entry in visible(path))
+    found = (each for each in found if each.is_dir() or has_suffix(each, SUFFIXES))
+    return [each for each in found if is_video or not has_suffix(each, VIDEO_SUFFIXES)]
 
 
 def require_readable(path: Path) -> None:
-    """Raise [`InspectionError`] if a path is neither a file of a suffix that is read nor a folder of a clip."""
-    if not path.is_file() and not (path.is_dir() and is_clip(path)):
-        raise InspectionError(f"{path} is not a file, nor a folder of frames or DICOM slices.")
+    """Raise [`InspectionError`] if a path is neither a file of a suffix that is read nor a folder with some."""
+    if not path.is_file() and not (path.is_dir() and _files(path, True)):
+        raise InspectionError(f"{path} is not a file, nor a folder of images, clips, frames or DICOM slices.")
     if path.is_file() and not has_suffix(path, SUFFIXES):
         raise InspectionError(f"{path.name}: accepted are files in {', '.join(SUFFIXES)}.")
 
@@ -187,16 +198,20 @@ def read_file(
     require_readable(path)
     with _naming(path.name):
         if not is_video and has_suffix(path, PICTURE_SUFFIXES) and path.is_file():
-            return Sample(path.name, read_picture(path)[None])
+            with open_picture(path) as image:
+                pages, frame = count_pages(image), pixels(develop(image))
+            remarks = [f"{path.name}: has {pages} pages or frames; the first is read."] if pages > 1 else []
+            return Sample(path.name, frame[None], remarks=remarks)
+        remarks = reader.unused(path)
         if num_frames is None:
-            return Sample(path.name, reader.read(path))
+            return Sample(path.name, reader.read(path), remarks=remarks)
         times = reader.frame_times(path, if_even=is_physical)
         length = reader.count(path) if times is None else len(times)
         indices, places = clip_indices(length, num_frames, None, 0.5, times), None
         if is_physical:
             slices, *extents = reader.spacing(path)
             places = (extents, indices * slices if times is None else times[indices])
-        return Sample(path.name, reader.read(path, indices.tolist()), places)
+        return Sample(path.name, reader.read(path, indices.tolist()), places, remarks)
 
 
 def images_of_patches(

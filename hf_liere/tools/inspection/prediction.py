@@ -17,11 +17,12 @@ from ...errors import printable, require_libraries
 from ...models.encoding.kinds import needs_spacing
 from ...models.patched.vision_towers import Tower
 from ...reading.clips import FrameReader
+from ...reading.files import unread
 from ...reading.volumes import ORIENTATION, is_scan
 from ...storage.targets import new_file
 from .attention import attention_maps, black_input, vision_tower
 from .classes import Answer, class_names, class_probabilities, is_classifier, likeliest
-from .inputs import InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
+from .inputs import InspectionError, Preparation, Sample, files_of, images_of_patches, read_file, require_readable
 
 
 # Accepted suffixes of attention pictures.
@@ -49,8 +50,8 @@ class Prediction:
 class Predictions:
     """
     Attributes:
-        files: One entry per file, in the given order.
-        remarks: One sentence for each assumption that was necessary.
+        files: One entry per file, in the given order; those of a folder are sorted.
+        remarks: One sentence for each assumption that was necessary, and for what was not read.
     """
 
     files: list[Prediction]
@@ -75,7 +76,7 @@ def predict(
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer with a classifier that
             `from_pretrained` reads: ours, patched or neither.
-        files: Images, videos, volumes, or folders of frames or DICOM slices.
+        files: Images, videos, volumes, folders of frames or DICOM slices, or folders of these, such as class folders.
         top_k: Number of classes for each file, or all if there are fewer.
         attention: Picture to write, with the attention of every layer over the model's view of each file, see
             [`attention_maps`].
@@ -93,8 +94,6 @@ def predict(
         require_readable(Path(name))
     if attention is not None and Path(attention).suffix.lower() not in PICTURES:
         raise InspectionError(f"--attention {attention}: accepted are files in {', '.join(PICTURES)}.")
-    if attention is not None and len(files) > MOST_DRAWN:
-        raise InspectionError(f"--attention draws at most {MOST_DRAWN} files; {len(files)} were given.")
     with nullcontext() if attention is None else new_file(attention) as picture:
         model, processor = load_checkpoint(checkpoint, revision, trust_remote_code)
         names = _classes(model, checkpoint)
@@ -109,22 +108,27 @@ def predict(
         reader = FrameReader(preparation.num_channels, getattr(processor, "intensity_range", None))
         if attention is not None and is_physical:
             raise InspectionError("--attention does not know physical coordinates; leave it out for this model.")
-        predicted, rows = [], []
-        for file in files:
-            sample = read_file(Path(file), num_frames is not None, reader, num_frames, is_physical)
+        is_video, folders = num_frames is not None, [Path(file) for file in files if Path(file).is_dir()]
+        paths = [path for file in files for path in files_of(Path(file), is_video)]
+        if attention is not None and len(paths) > MOST_DRAWN:
+            raise InspectionError(f"--attention draws at most {MOST_DRAWN} files; {len(paths)} were given.")
+        predicted, rows, left = [], [], [sentence for folder in folders for sentence in unread(folder, paths)]
+        for file in paths:
+            sample = read_file(file, is_video, reader, num_frames, is_physical)
+            left += sample.remarks
             inputs = prepare(sample, preparation, tower, processor)
             answers = likeliest(class_probabilities(model, **inputs)[0], names, top_k)
             predicted.append(Prediction(str(file), answers))
             if picture is not None:
                 from .plots import attention_rows, save_attention
 
-                title, pixels = f"{Path(file).name}\n{answers[0]}", inputs["pixel_values"]
+                title, pixels = f"{file.name}\n{answers[0]}", inputs["pixel_values"]
                 # The frames as the model saw them: after resizing and cropping, before normalisation.
                 rows += attention_rows(title, attention_maps(model, pixels).maps[:, 0], preparation.frames(pixels)[0])
         if picture is not None:
             save_attention(rows, picture)
-    unknown = [file for file in files if is_scan(Path(file))] if not hasattr(processor, "volume_orientation") else []
-    return Predictions(predicted, _remarks(names, processor, unknown))
+    unknown = [str(file) for file in paths if is_scan(file)] if not hasattr(processor, "volume_orientation") else []
+    return Predictions(predicted, _remarks(names, processor, unknown) + left)
 
 
 def _classes(model: nn.Module, checkpoint: str | os.PathLike) -> list[str]:
