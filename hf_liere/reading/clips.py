@@ -20,7 +20,7 @@ from .files import (
     unread,
     visible,
 )
-from .pictures import develop, pixels, read_frames, read_picture, require_format
+from .pictures import develop, pixels, read_frames, read_picture, register_formats
 from .volumes import count_slices, dicom_files, is_volume, read_volume, to_bytes, volume_spacing
 
 
@@ -179,7 +179,7 @@ def frame_files(folder: Path) -> list[Path]:
     """The pictures in a folder, sorted by the numbers in their names."""
     files = [path for path in visible(folder) if has_suffix(path, FRAME_SUFFIXES) and path.is_file()]
     for path in files:
-        require_format(path)
+        register_formats(path)
     return sorted(files, key=lambda path: ([int(part) for part in re.findall(r"\d+", path.stem)], path.name))
 
 

@@ -35,28 +35,22 @@ def read_frames(source: str | Path | IO[bytes]) -> Iterator[Any]:
 
 
 def open_picture(source: str | Path | IO[bytes]) -> Any:
-    """A picture of Pillow, whose pixels have not been read. Raises `MissingLibraryError` for HEIC without its extra."""
+    """A picture of Pillow, whose pixels have not been read. Raises as [`register_formats`]."""
     require_libraries("Reading images", "inspect", "PIL")
-    if isinstance(source, (str, Path)):
-        require_format(Path(source))
-    register_formats()
+    register_formats(source)
     from PIL import Image
 
     return Image.open(source)
 
 
-def require_format(path: Path) -> None:
-    """Raises `MissingLibraryError` for a picture that Pillow reads with an extra that is not installed."""
-    if has_suffix(path, HEIC_SUFFIXES):
-        require_libraries(f"Reading {path.name}", "heic", "pillow_heif")
-
-
-def register_formats() -> None:
-    """Teaches Pillow to read HEIC, if its extra is installed."""
+def register_formats(source: object = None) -> None:
+    """Teaches Pillow to read HEIC, if its extra is installed. Raises `MissingLibraryError` if a file needs it."""
     if importlib.util.find_spec("pillow_heif") is not None:
         import pillow_heif
 
         pillow_heif.register_heif_opener()
+    elif isinstance(source, (str, Path)) and has_suffix(Path(source), HEIC_SUFFIXES):
+        require_libraries(f"Reading {Path(source).name}", "heic", "pillow_heif")
 
 
 def count_pages(image: Any) -> int:

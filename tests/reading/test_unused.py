@@ -18,6 +18,7 @@ from hf_liere.tools.cli import main
 from training.common.arguments import DataArguments
 from training.data.images import DecodedImages, load_images
 from training.data.sources import DataRequest
+from training.data.texts import _folder_documents
 from training.data.video_data import VideoDataArguments, load_clips
 
 
@@ -290,6 +291,15 @@ def test_files_beside_clips_are_said(tmp_path, said):
     assert len(clips.train) == len(clips.evaluation) == 4
     assert f"--video_folder {str(tmp_path)!r}: 2 files are not read: 1 .txt, 1 .wmv." in said.text
     assert "frames: 1 file is not read: 1 .mp4." in said.text
+
+
+def test_files_beside_texts_are_said(tmp_path, said):
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "a.txt").write_text("text")
+        (tmp_path / split / "a.md").write_text("text")
+    _folder_documents(tmp_path, ["**/*.txt"])
+    assert f"--text_folder {str(tmp_path)!r}: 2 files are not read: 2 .md." in said.text
 
 
 def test_a_folder_for_a_model_of_images_is_its_images(classifier, tmp_path, capsys):

@@ -125,6 +125,7 @@ class DecodedImages:
             place = f"The image {encoded['path']}"
         else:
             place = f"The image in row {row}, column {self.image_column!r},"
+        register_formats(encoded and encoded.get("path"))
         # An animation keeps its file open.
         with naming(place, " has ", " cannot be decoded"), datasets.Image().decode_example(encoded) as image:
             if (count := count_pages(image)) > 1:

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from hf_liere.reading.files import is_hidden
+from hf_liere.reading.files import is_hidden, unread_files
 from training.common.arguments import LimitArguments, flag
 from training.common.messages import abbreviate
 from training.data.augmentation import IGNORED_LABEL, PADDING
-from training.data.sources import DataRequest
+from training.data.sources import DataRequest, report_unread
 from training.data.tables import FILE_BUILDERS, load_table_files, pick_splits, require_files, translate_read_errors
 
 
@@ -214,7 +214,7 @@ def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict
     parts = {"train": folder / "train", "validation": folder / "validation"}
     if not all(part.is_dir() for part in parts.values()):
         parts = {"train": folder}
-    documents, unreadable = {}, []
+    documents, unreadable, matching = {}, [], {file for part in parts.values() for file in _find_files(part, patterns)}
     for split, part in parts.items():
         texts = []
         for path in _find_files(part, patterns):
@@ -227,6 +227,7 @@ def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict
         documents[split] = texts
     if unreadable:
         logger.warning(f"{len(unreadable)} files are not UTF-8 and are ignored: {abbreviate(unreadable)}.")
+    report_unread(f"--text_folder {str(folder)!r}", unread_files(folder, matching), matching)
     return _to_tables(documents)
 
 
