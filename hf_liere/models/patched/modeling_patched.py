@@ -103,8 +103,6 @@ class RotaryModelMixin(_Pickled, ModelBase):
             for module in model.modules() if isinstance(model, PreTrainedModel) else []:
                 if module._non_persistent_buffers_set:
                     model._init_weights(module)
-        for _, tower in patched_towers(self):
-            tower.rotary_patch.reset_parameters(tower)
         return result
 
     @classmethod

@@ -95,7 +95,6 @@ class PretrainedBlocks(PretrainedRope):
 
     @torch.no_grad()
     def reset_parameters(self, module: nn.Module) -> None:
-        super().reset_parameters(module)
         ropes = [module.get_submodule(name) for name in self.rope_names]
         is_folded = self.config.folded_grids is not None
         if not is_folded and not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):

@@ -156,8 +156,7 @@ class PretrainedRope(LearnedRotations):
 
     def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
-        for probe in self.probes:
-            probe.reset_parameters()
+        raise NotImplementedError
 
 
 # The code of a checkpoint lacks the encoding itself, which these factors do without.
@@ -185,7 +184,6 @@ class PretrainedPlanes(PretrainedRope):
 
     @torch.no_grad()
     def reset_parameters(self, module: nn.Module) -> None:
-        super().reset_parameters(module)
         for factors in self.parameters():
             init.zeros_(factors)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .module_inspection import forward_arguments, takes
+from .tables import Tables
 
 
 # sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
@@ -25,30 +26,23 @@ TOKENS = 7
 Turn: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 
 
-class CoordinateProbe(nn.Module):
+class CoordinateProbe(Tables):
     """
     A copy of a rotary module whose frequencies are [`UNIT`]: for every channel it returns the coordinate of its axis,
-    exactly as the rotary module multiplies it with frequencies.
+    exactly as the rotary module multiplies it with frequencies. Half types would round the unit to zero.
     """
 
     def __init__(self, rope: nn.Module):
         super().__init__()
-        self.module = replace_frequencies(rope, lambda values: torch.full_like(values, UNIT), neutral_factor=True)
+        copied = replace_frequencies(rope, lambda values: torch.full_like(values, UNIT), neutral_factor=True)
+        self.set_tables(**copied._buffers)
+        # Not a module inside this one, but with its buffers.
+        vars(copied)["_buffers"], self.hidden = self._buffers, (copied,)
         self.states_name = next(iter(forward_arguments(rope)))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "CoordinateProbe":
-        result = super()._apply(fn, recurse)
-        # Half types round the unit to zero.
-        self.reset_parameters()
-        return result
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Fill the buffers again, in float32, after a conversion or a construction without values."""
-        for name, buffer in self.module._buffers.items():
-            value = 0.0 if name == LOG_FACTORS else UNIT
-            device = "cpu" if buffer.is_meta else buffer.device
-            self.module._buffers[name] = torch.full(buffer.shape, value, dtype=torch.float32, device=device)
+    def train(self, mode: bool = True) -> "CoordinateProbe":
+        self.hidden[0].train(mode)
+        return super().train(mode)
 
     def forward(self, *arguments, **options) -> torch.Tensor:
         """The arguments of the rotary module → (…, N, D) coordinates, without a gradient, float32."""
@@ -59,11 +53,12 @@ class CoordinateProbe(nn.Module):
         # Rotary modules read only the dtype, shape and device of their first argument, and return its dtype.
         if states.dtype != torch.float32:
             states = torch.empty((), dtype=torch.float32, device=states.device).expand(states.shape)
-        for name, buffer in self.module._buffers.items():
+        for name, buffer in self._buffers.items():
             if buffer.device != states.device:
-                self.module._buffers[name] = buffer.to(states.device)
+                self._buffers[name] = buffer.to(states.device)
         # Frameworks may have replaced `forward` on the instance that was copied.
-        _, sin = split_cos_sin(type(self.module).forward(self.module, states, *arguments, **options))  # (…, N, D)
+        (copied,) = self.hidden
+        _, sin = split_cos_sin(type(copied).forward(copied, states, *arguments, **options))  # (…, N, D)
         return sin.float() * (1 / UNIT)
 
 
