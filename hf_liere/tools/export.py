@@ -17,10 +17,16 @@ model takes any number of tokens, and the keys and values of earlier ones.
 
 An ONNX file returns a list of outputs, with their names in the file. The program in a `.pt2` archive returns a
 dictionary of tensors: `torch.export.load("model.pt2").module()(pixel_values)["logits"]`.
+
+Whatever is exported runs at other sizes than that of its example, and is compared with the model, before it is returned
+or gets its name.
 """
 
-import importlib.util
+import copy
+import io
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +35,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..auto import load_checkpoint
-from ..errors import InputError, require_libraries, silence
+from ..errors import InputError, memory_shortage, require_libraries, silence
 from ..models.encoding.kinds import encoding_of, needs_exponential, needs_spacing
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.module_inspection import cache_name, forward_arguments
@@ -43,6 +49,8 @@ OLDEST_OPSET = 17
 EXPORTABLE_ATTENTION = ("sdpa", "eager")
 # Accepted error of exported outputs, relative to the largest; reordered float32 sums cause 1% of it.
 TOLERANCE = 1e-4
+# In half types, in units of their rounding: that of the layers adds up.
+ROUNDINGS = 8
 
 
 class ExportError(InputError):
@@ -51,6 +59,9 @@ class ExportError(InputError):
 
 class _Tokens(nn.Module):
     """A language model whose cache of keys and values are inputs and outputs, without padding."""
+
+    # (batch, tokens, earlier tokens) at which the graph is compared: a prompt, and one token after others.
+    points = [(1, 7, 0), (3, 1, 9)]
 
     def __init__(self, model: PreTrainedModel, **sizes: object):
         super().__init__()
@@ -86,10 +97,10 @@ class _Tokens(nn.Module):
             found |= {f"present.{layer}.key": states.keys, f"present.{layer}.value": states.values}
         return found
 
-    def draw(self, batch: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def draw(self, batch: int, tokens: int, past: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         vocabulary = self.model.config.get_text_config().vocab_size
-        ids = torch.randint(vocabulary, (batch, batch + 1), device=self.model.device)
-        states = {name: x.new_ones(batch, x.shape[1], batch + 3, x.shape[3]) for name, x in self.empty.items()}
+        ids = torch.randint(vocabulary, (batch, tokens), device=self.model.device)
+        states = {name: x.new_ones(batch, x.shape[1], past, x.shape[3]) for name, x in self.empty.items()}
         return ids, {name: x.normal_() for name, x in states.items()}
 
     @torch.no_grad()
@@ -98,9 +109,8 @@ class _Tokens(nn.Module):
         batch, tokens, past = torch.export.Dim("batch"), torch.export.Dim("tokens"), torch.export.Dim("past", min=0)
         shapes = {"input_ids": {0: batch, 1: tokens}, "past": dict.fromkeys(self.empty, {0: batch, 2: past})}
         # The graph must not ask whether there are earlier tokens.
-        program = torch.export.export(
-            module, module.draw(2), dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True
-        )
+        example = module.draw(2, 3, 5)
+        program = _record(module, example, dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True)
         names = {0: "batch", 2: "past"}
         return program, {"input_ids": {0: "batch", 1: "tokens"}, "past": dict.fromkeys(self.empty, names)}
 
@@ -150,8 +160,8 @@ class _Pixels(nn.Module):
                 tensors |= {f"{name}_{index}": tensor for index, tensor in enumerate(value)}
         return tensors
 
-    def draw(self, batch: int) -> tuple[torch.Tensor]:
-        *frames, height, width = (patches * extent for patches, extent in zip(self.grid, self.patch))
+    def draw(self, batch: int, grid: tuple[int, ...]) -> tuple[torch.Tensor]:
+        *frames, height, width = (patches * extent for patches, extent in zip(grid, self.patch))
         shape = (batch, *frames, self.channels, height, width)
         return (torch.randn(shape, device=self.model.device, dtype=self.model.dtype),)
 
@@ -187,7 +197,12 @@ class _Pixels(nn.Module):
         has_exponential = any(map(needs_exponential, encodings))
         is_dynamic = self.varies(has_exponential)
         dims, names = {0: torch.export.Dim("batch")}, {0: "batch"}
+        # The graph is compared at other batch sizes than its example has, and on smaller and larger grids.
+        self.points = [(1, grid), (3, grid)]
         if is_dynamic:
+            for batch, odd in ((3, 1), (1, 0)):
+                others = (2 if axis % 2 == odd else patches + 3 for axis, patches in enumerate(grid))
+                self.points.append((batch, tuple(others)))
             # The exporter would infer constraints from equal sizes or sizes of one in the example.
             grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
             sizes = {2: "height", 3: "width"} if len(grid) == 2 else {1: "frames", 3: "height", 4: "width"}
@@ -197,10 +212,9 @@ class _Pixels(nn.Module):
         folds = encoding_of(own) is not None and own.folded_grids is None if own else _folds(self.model)
         folds = folds and not (is_dynamic and has_exponential)
         exported = _Pixels(self.model.fold_rotations(grids=[grid]) if folds else self.model)
-        exported.grid = grid
-        program = torch.export.export(
+        program = _record(
             exported,
-            exported.draw(2),
+            exported.draw(2, grid),
             dynamic_shapes={"pixel_values": dims},
             # Models of transformers ask whether an image has the trained size, where they need not resize tables.
             prefer_deferred_runtime_asserts_over_guards=is_dynamic and own is None,
@@ -212,10 +226,31 @@ class _Pixels(nn.Module):
         return program, {"pixel_values": names}
 
 
+def _record(module: nn.Module, example: tuple, **options: Any) -> torch.export.ExportedProgram:
+    """`torch.export.export`; raises `ExportError` if there is no graph that holds for all inputs."""
+    try:
+        # It prints the graph that it began when it fails.
+        with redirect_stderr(io.StringIO()):
+            return torch.export.export(module, example, **options)
+    except RuntimeError as error:
+        if memory_shortage(error) is not None:
+            raise
+        raise ExportError(
+            f"{type(module.model).__name__} cannot be exported: its operations depend on values that a graph does not "
+            f"know, as frequencies of rope_type='dynamic' do on the length ({_first_line(error)}). Accepted: models "
+            "whose operations depend on sizes alone."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
 def _subject(model: PreTrainedModel, **sizes: Any) -> _Tokens | _Pixels:
     """
     What is exported of a model: `draw` makes inputs, and `trace` the graph, with names of the axes that vary: by
-    argument, or by input of an argument that is several.
+    argument, or by input of an argument that is several. `points` are arguments of `draw` at which the graph is
+    compared with the model.
     """
     generates = getattr(model, "main_input_name", None) == "input_ids" and model.can_generate()
     is_text = generates and not (model.config.is_encoder_decoder or hasattr(model.config, "vision_config"))
@@ -243,7 +278,8 @@ def export_model(
     head_dim), where past may be 0; it returns `logits`, and these with the new tokens as `present.0.key` ….
 
     Commuting rotations are folded into the query and key weights. Positions are those of the grid, without
-    perturbation. The file contains the configuration with its labels as the metadata `config.json`.
+    perturbation. The file contains the configuration with its labels as the metadata `config.json`. ONNX files of
+    bfloat16 models have the same weights in float32: ONNX Runtime computes bfloat16 on few devices.
 
     Args:
         model: Any model of this package, or a patched or plain model of transformers whose only input is images or
@@ -261,19 +297,35 @@ def export_model(
         The path of the file.
 
     Raises:
-        InputError: if the model or the options do not allow this export, a library is missing, or writing fails.
+        InputError: if the model or the options do not allow this export, a library is missing, or writing fails; if
+            the file does not run at a second size, or its outputs differ by more than 1e-4 of the largest (in half
+            types, by eight roundings).
         FileExistsError: if `output` exists.
     """
     output = Path(output)
     _require_format(output, opset)
     with new_file(output) as partial:
-        program, axes = _trace(model, image_size=image_size, num_frames=num_frames, dynamic_size=dynamic_size)
-        config = model.config.to_json_string(use_diff=False)
-        if output.suffix == TORCH_EXPORT:
-            torch.export.save(program, partial, extra_files={"config.json": config})
-        else:
-            _save_onnx(program, axes, config, opset, partial)
+        _write(model, partial, opset, image_size=image_size, num_frames=num_frames, dynamic_size=dynamic_size)
     return output
+
+
+def _write(model: PreTrainedModel, path: Path, opset: int | None, **sizes: Any) -> str:
+    """Write a file, run it and describe it."""
+    is_onnx = path.suffix == ONNX
+    widens = is_onnx and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    if widens:
+        model = copy.deepcopy(model).float()
+    with _traced(model, **sizes) as (subject, program, axes):
+        config = model.config.to_json_string(use_diff=False)
+        if is_onnx:
+            _save_onnx(program, axes, config, opset, path)
+        else:
+            # PyTorch's own writer ends the process where a disk is full.
+            content = io.BytesIO()
+            torch.export.save(program, content, extra_files={"config.json": config})
+            path.write_bytes(content.getbuffer())
+        described = _compare(subject, path)
+    return f"{', in float32' if widens else ''}{described}"
 
 
 def _require_format(output: Path, opset: int | None) -> None:
@@ -283,7 +335,7 @@ def _require_format(output: Path, opset: int | None) -> None:
         if opset is not None:
             raise ExportError(f"opset={opset} is for ONNX files; {output.name} has PyTorch's own operators.")
         return
-    require_libraries("An ONNX file", "export", "onnx", "onnxscript")
+    require_libraries("An ONNX file", "export", "onnx", "onnxruntime", "onnxscript")
     if opset is not None:
         from onnx.defs import onnx_opset_version
 
@@ -324,10 +376,17 @@ def export_program(
     The graph that [`export_model`] writes; `program.module()` returns the outputs by name, of `pixel_values`, or of
     `input_ids` and states of earlier tokens by name.
     """
-    return _trace(model, image_size=image_size, num_frames=num_frames, dynamic_size=dynamic_size)[0]
+    sizes = {"image_size": image_size, "num_frames": num_frames, "dynamic_size": dynamic_size}
+    with _traced(model, **sizes) as (subject, program, _):
+        _compare(subject, program)
+    return program
 
 
-def _trace(model: PreTrainedModel, **sizes: Any) -> tuple[torch.export.ExportedProgram, dict[str, dict]]:
+@contextmanager
+def _traced(
+    model: PreTrainedModel, **sizes: Any
+) -> Iterator[tuple[_Tokens | _Pixels, torch.export.ExportedProgram, dict[str, dict]]]:
+    """What is exported of a model, which does not train meanwhile, with its graph and the names of axes."""
     was_training = model.training
     model.eval()
     try:
@@ -337,7 +396,7 @@ def _trace(model: PreTrainedModel, **sizes: Any) -> tuple[torch.export.ExportedP
                 f"attn_implementation={attention!r} cannot be exported; accepted are "
                 f"{', '.join(EXPORTABLE_ATTENTION)}, as in model.set_attn_implementation('sdpa')."
             )
-        return subject.trace()
+        yield subject, *subject.trace()
     finally:
         model.train(was_training)
 
@@ -349,19 +408,29 @@ def run_exported(
     Run a file of [`export_model`] with ONNX Runtime or PyTorch on the CPU; returns its outputs by name.
 
     Args:
-        states: `pixel_values`, or `input_ids` of a language model.
+        states: `pixel_values`, or `input_ids` of a language model. ONNX files take bfloat16 as float32.
         past: Keys and values of earlier tokens by name (`past.0.key` …), for language models.
     """
-    path = Path(path)
-    if path.suffix == TORCH_EXPORT:
-        with torch.no_grad():
-            return torch.export.load(path).module()(states, *([] if past is None else [past]))
+    with torch.no_grad():
+        return _open(Path(path))(states, *([] if past is None else [past]))
+
+
+def _open(exported: Path | torch.export.ExportedProgram) -> Callable[..., dict[str, torch.Tensor]]:
+    """The function that a file or a program contains."""
+    if not isinstance(exported, Path) or exported.suffix == TORCH_EXPORT:
+        return (torch.export.load(exported) if isinstance(exported, Path) else exported).module()
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    inputs = {session.get_inputs()[0].name: states, **(past or {})}
-    arrays = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-    return {output.name: torch.from_numpy(array) for output, array in zip(session.get_outputs(), arrays)}
+    session = onnxruntime.InferenceSession(exported, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+
+    def run(states: torch.Tensor, past: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        inputs = {session.get_inputs()[0].name: states, **(past or {})}
+        inputs = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in inputs.items()}
+        arrays = session.run(names, {name: value.numpy(force=True) for name, value in inputs.items()})
+        return {name: torch.from_numpy(array) for name, array in zip(names, arrays)}
+
+    return run
 
 
 def export_checkpoint(
@@ -372,7 +441,7 @@ def export_checkpoint(
     **sizes: Any,
 ) -> str:
     """
-    [`export_model`] of a saved model; compares the outputs of the written file with the model's.
+    [`export_model`] of a saved model.
 
     Args:
         checkpoint: Directory or repository on the Hub.
@@ -384,35 +453,49 @@ def export_checkpoint(
 
     Raises:
         CheckpointError, HubError: if the checkpoint cannot be loaded, or a weight is missing, left over or not finite.
-        ExportError: as [`export_model`], and (before writing) if the outputs differ by more than 1e-4 of the largest.
+        ExportError: as [`export_model`].
     """
     output = Path(output)
     _require_format(output, opset)
     with new_file(output) as partial:
         model, _ = load_checkpoint(checkpoint, revision, dtype="auto")
-        export_model(model, partial, opset=opset, **sizes)
-        comparison = _compare(_subject(model, **sizes), partial)
-    return f"{output}: {type(model).__name__}{comparison}"
+        description = _write(model, partial, opset, **sizes)
+    return f"{output}: {type(model).__name__}{description}"
 
 
 @torch.no_grad()
-def _compare(subject: _Tokens | _Pixels, path: Path) -> str:
-    """A description of the exported file and its error. Raises `ExportError` if the outputs differ from the model's."""
-    if path.suffix == ONNX and importlib.util.find_spec("onnxruntime") is None:
-        return "; not compared, for onnxruntime is not installed"
-    inputs = subject.draw(3)
-    found = run_exported(path, *inputs)
-    difference = max(
-        ((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)).item()
-        for name, tensor in subject(*inputs).items()
-    )
-    if not difference <= TOLERANCE:
-        raise ExportError(
-            f"{path.name} was not written: its outputs differ by {difference:.1e} of the largest, more than "
-            f"{TOLERANCE}."
-        )
-    outputs = [name for name in found if not name.startswith("present.")]
-    return f" with outputs {', '.join(outputs)}, within {difference:.1e} of the model's"
+def _compare(subject: _Tokens | _Pixels, exported: Path | torch.export.ExportedProgram) -> str:
+    """Run what was exported at the points of a subject, and describe it. Raises `ExportError` if outputs differ."""
+    prefix = f"{exported.name} was not written" if isinstance(exported, Path) else "no program was made"
+    errors, run = [], None
+    for point in subject.points:
+        inputs = subject.draw(*point)
+        shape = tuple(inputs[0].shape)
+        try:
+            expected = subject(*inputs)
+            run = run or _open(exported)
+            found = run(*inputs)
+        except Exception as error:
+            # Those of the engines have no common class.
+            if memory_shortage(error) is not None:
+                raise
+            raise ExportError(
+                f"{prefix}: it does not run for inputs of {shape} ({_first_line(error)}). Accepted are "
+                "models that run there; try a fixed size (dynamic_size=False), or the model in float32."
+            ) from error
+        for output, tensor in expected.items():
+            if output not in found or found[output].shape != tensor.shape:
+                raise ExportError(f"{prefix}: it lacks the output {output} for inputs of {shape}.")
+            tensor = tensor.double()
+            difference = (found[output].to(tensor) - tensor).abs().max()
+            errors.append(difference / tensor.abs().max().clamp(min=1e-3))
+    largest = torch.stack(errors).max().item()
+    halves = {torch.float16, torch.bfloat16} & {parameter.dtype for parameter in subject.model.parameters()}
+    tolerance = max((ROUNDINGS * torch.finfo(dtype).eps for dtype in halves), default=TOLERANCE)
+    if not largest <= tolerance:
+        raise ExportError(f"{prefix}: its outputs differ by {largest:.1e} of the largest, more than {tolerance:.1e}.")
+    outputs = [name for name in expected if not name.startswith("present.")]
+    return f" with outputs {', '.join(outputs)}, within {largest:.1e} of the model's"
 
 
 def _diagonal_scatter(
