@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.tools.hub.checked_facts import RESULTS_FILE
-from training.common.records import CONFIG_FILE, WEIGHTS_FILE
+from training.common.records import CONFIG_FILE, WEIGHTS_FILE, save_figure, write_text
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
 from training.engine.saving import last_complete_checkpoint
 
@@ -81,7 +81,7 @@ def main() -> int:
     results = {name: read_result(arguments.output_dir, name) for name in RUNS if name not in failed}
     table = format_table(results)
     print(f"\n{table}\n")
-    (arguments.output_dir / "table.md").write_text(table + "\n", encoding="utf-8")
+    write_text(arguments.output_dir / "table.md", table + "\n")
     plot_accuracy(results, arguments.output_dir / "accuracy.png")
     if "liere8" in failed:
         return 1
@@ -298,7 +298,7 @@ def plot_accuracy(results: dict[str, dict], path: Path) -> None:
     axes.set_title("Which way does the arrow point that the Y points at?")
     axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
     axes.legend(loc="lower right", ncols=2, frameon=False)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)
     pyplot.close(figure)
 
 
@@ -310,7 +310,7 @@ def draw_example(checkpoint: Path, path: Path) -> None:
     axes.imshow(image.squeeze(-1), cmap="gray", interpolation="nearest")
     axes.set(xticks=[], yticks=[])
     axes.set_title(f"The Y points at an arrow that points {LABELS[label]}.\nLieRE8 says: {answer}.")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)
     pyplot.close(figure)
 
 

@@ -41,6 +41,7 @@ from hf_liere import (
     unpatch,
 )
 from hf_liere.errors import InputError
+from training.common.records import write_text
 from training.data.moving_shapes import SHAPES
 from training.data.scenes import scene
 from training.engine.runs import start
@@ -222,7 +223,7 @@ def claim(folder: Path, settings: dict[str, int]) -> None:
     file = folder / "settings.json"
     if file.is_file() and (found := json.loads(file.read_text(encoding="utf-8"))) != settings:
         raise InputError(f"{folder} contains a run with {found}, not {settings}; accepted: another --output_dir.")
-    file.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(settings) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
@@ -265,7 +266,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     draw_samples(rows, folder / "samples.png")
     levels = [round(level, 6) for level in LEVELS.tolist()]
     measured = {"noise_levels": levels, "losses": losses}
-    (folder / "losses.json").write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "losses.json", json.dumps(measured, indent=2) + "\n")
     means = {name: sum(values) / len(values) for name, values in losses.items()}
     print(f"Loss of new scenes at {LARGER_SIZE} px:")
     print(*(f"  {name:<24}{mean:.4f}" for name, mean in means.items()), sep="\n")

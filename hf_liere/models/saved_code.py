@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, ClassVar
 
 
@@ -51,6 +52,13 @@ class SavesItsCode(SavedBase):
         """
         return []
 
+    def to_json_file(self, json_file_path: str | os.PathLike, *args, **kwargs) -> None:
+        # The base classes cut an earlier file where a disk is full.
+        path = Path(json_file_path)
+        with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+            super().to_json_file(Path(folder) / path.name, *args, **kwargs)
+            os.replace(Path(folder) / path.name, path)
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """
         As in the base class, with the code of `auto_map`.
@@ -74,12 +82,22 @@ class SavesItsCode(SavedBase):
         path = folder / f"{self.code_file}.py"
         obsolete = find_replaced(folder, self.settings_file, path)
         saved = super().save_pretrained(save_directory)
-        path.write_bytes(code.encode())
+        replace_file(path, code.encode())
         for file in obsolete:
             file.unlink()
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
         return saved
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that has its old content, or none, until it is complete."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def find_replaced(folder: Path, settings_file: str, new: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +16,7 @@ from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import TowerPatch, patched_towers
 from ..models.probing.module_inspection import linear_layer
+from ..models.saved_code import replace_file
 from ..storage.loading import local_path, parse_json
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest, open_weights
 from .apply import attach_plans, make_plans, require_patched
@@ -94,13 +95,13 @@ def write_rotations(
     if is_main_process:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        replace_file(directory / ADAPTER_WEIGHTS, save(tensors, metadata={"format": "pt"}))
         content = {"rotary_patch": configs[0], "base": bases}
         if not is_alone:
             # peft also reads the first that exists.
             weights = [name for name in PEFT_WEIGHTS if (directory / name).is_file()][:1]
             content[BESIDE] = {name: file_digest(directory / name, "sha256") for name in (ADAPTER_WEIGHTS, *weights)}
-        (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        replace_file(directory / ADAPTER_CONFIG, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def remove_rotations(directory: str | Path) -> None:

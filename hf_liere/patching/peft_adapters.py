@@ -22,6 +22,7 @@ from ..libraries.library_patch import LibraryPatch
 from ..models.patched.modeling_patched import RotaryModelMixin, auto_classes, patch_around
 from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..models.patched.tower_patch import patched_towers
+from ..models.saved_code import replace_file
 from ..storage.loading import find_beside
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, open_weights
 from .adapters import (
@@ -230,7 +231,7 @@ def _name_plain_class(kind: type, path: Path) -> None:
         autos = (name for name, one in auto_classes(plain.config_class).items() if one is plain)
         named = getattr(transformers, next(autos, ""), plain)
         content["auto_mapping"] = {"base_model_class": named.__name__, "parent_library": named.__module__}
-        path.write_text(json.dumps(content, indent=2, sort_keys=True))
+        replace_file(path, json.dumps(content, indent=2, sort_keys=True).encode())
 
 
 def describe_model(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:

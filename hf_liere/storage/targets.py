@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from safetensors import SafetensorError
+
 from ..errors import InputError
 
 
@@ -51,8 +53,11 @@ def _temporary_folder(output: Path) -> Iterator[Path]:
             folder = TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
         except OSError as error:
             raise InputError(f"{output} cannot be written: {error.strerror}.") from error
-        with folder as partial:
-            yield Path(partial)
+        try:
+            with folder as partial:
+                yield Path(partial)
+        except SafetensorError as error:
+            raise InputError(f"{output} cannot be written: {error}.") from error
     finally:
         for parent in parents:
             if parent.is_dir() and not any(parent.iterdir()):

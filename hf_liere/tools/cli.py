@@ -337,10 +337,11 @@ def run_card(facts: str) -> str:
 )
 def run_bundle(kind: str, output: str, position_encoding: str = "liere") -> str:
     from ..bundles import make_layer
+    from ..storage.targets import new_file
 
     code = make_layer(position_encoding, Path(output).stem)
-    with open(output, "x", encoding="utf-8") as file:
-        file.write(code)
+    with new_file(output) as partial:
+        partial.write_text(code, encoding="utf-8")
     return f"{output}: {len(code.splitlines())} lines"
 
 

@@ -3,6 +3,7 @@
 Others read these files, so they contain no folders, host names or tokens.
 """
 
+import io
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hf_liere
+from hf_liere.models.saved_code import replace_file
 
 
 CONFIG_FILE = "run_config.json"
@@ -49,9 +51,14 @@ def write_text(path: Path, text: str) -> None:
     part of its own; the last one to finish wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f"{path.name}.{os.getpid()}.part")
-    written.write_text(text, encoding="utf-8")
-    os.replace(written, path)
+    replace_file(path, text.encode())
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Saves a figure of matplotlib as `write_text` does."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], **options)
+    replace_file(path, content.getvalue())
 
 
 def remove_private(value: Any) -> Any:

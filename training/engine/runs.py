@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from safetensors.torch import load_file
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_liere.errors import InputError, printable, printable_messages
+from hf_liere.models.saved_code import replace_file
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel, weights_digest
 from training.common.arguments import RunArguments
@@ -167,7 +168,7 @@ def run(
                 logger.warning(unlearned)
             examples = getattr(trainer.compute_metrics, "examples", None)
             if examples and trainer.is_world_process_zero():
-                save_file(examples, Path(args.output_dir) / EXAMPLES_FILE)
+                replace_file(Path(args.output_dir) / EXAMPLES_FILE, save(examples))
         if args.push_to_hub:
             published = trainer.push_to_hub()
             if published is not None:

@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from hf_liere import LieRETokensConfig, LieRETokensForSequenceClassification
 from hf_liere.tools.inspection.plots import COLOURS, draw
 from training.common.heap import keep_freed_memory
+from training.common.records import write_text
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.clocks import measure_seconds
 from training.evidence.speed.measurements import Records, read_lines
@@ -160,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.show:
         lines = read_lines(given.output)
         for theme, picture in draw(paint_growth(lines), 10, 5.6).items():
-            (FIGURES / f"growth_{theme}.svg").write_text(picture, encoding="utf-8")
+            write_text(FIGURES / f"growth_{theme}.svg", picture)
     else:
         records = Records(given.output, machine("cpu"), given.resume)
         measure(records, given.rows, given.rounds)

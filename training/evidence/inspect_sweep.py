@@ -31,6 +31,7 @@ from hf_liere.tools.inspection.attention import attention_maps, vision_tower
 from hf_liere.tools.inspection.encodings import angle_statistics, rotary_encoding
 from hf_liere.tools.inspection.inputs import Preparation, read_file
 from hf_liere.tools.inspection.plots import AttentionRow, attention_rows, save_attention
+from training.common.records import save_figure, write_text
 from training.engine.runs import start
 from training.evidence.reporting.markdown import markdown
 
@@ -74,7 +75,7 @@ def write_angle_matrices(models: list[SweptModel], folder: Path) -> None:
         return
     rows = [[name, f"{angles.std:.3f}"] for name, angles in found.items()]
     text = markdown(["model", "standard deviation of elements"], rows, "---:")
-    (folder / "angle_matrices.md").write_text(text + "\n", encoding="utf-8")
+    write_text(folder / "angle_matrices.md", text + "\n")
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for axis, scale in zip(panels, ("linear", "log")):
         for name, angles in found.items():
@@ -82,7 +83,7 @@ def write_angle_matrices(models: list[SweptModel], folder: Path) -> None:
             axis.plot(centres.numpy(), angles.density.numpy(), label=name, linewidth=1)
         axis.set(xlabel="element of the angle matrices", ylabel="density", yscale=scale)
     panels[1].legend(fontsize=6)
-    figure.savefig(folder / "angle_matrices.png", dpi=144)
+    save_figure(figure, folder / "angle_matrices.png", dpi=144)
     pyplot.close(figure)
 
 

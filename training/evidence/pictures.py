@@ -30,6 +30,7 @@ from hf_liere import LieRotaryEmbedding, matrix_to_rotation_vector, rotation_vec
 from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.tools.inspection.plots import COLOURS, draw
+from training.common.records import write_text
 from training.engine.runs import start
 from training.evidence.reporting.plots import reaches, styles
 from training.evidence.reporting.result_lines import read_results
@@ -398,7 +399,7 @@ def main(arguments: list[str] | None = None) -> list[Path]:
     for name, pictures in drawn.items():
         for theme, svg in pictures.items():
             written.append(folder / f"{name}_{theme}.svg")
-            written[-1].write_text(svg, encoding="utf-8")
+            write_text(written[-1], svg)
     return written
 
 

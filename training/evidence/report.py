@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 
+from training.common.records import write_text
 from training.engine.runs import start
 from training.evidence.reporting.conclusions import summarise
 from training.evidence.reporting.markdown import markdown
@@ -108,7 +109,7 @@ def write_page(folder: Path, head: list[str], sections: list[Section]) -> Path:
         picture.parent.mkdir(parents=True, exist_ok=True)
         one.draw(picture)
     path = folder / REPORT
-    path.write_text("\n\n".join([*head, *(one.write() for one in sections)]) + "\n", encoding="utf-8")
+    write_text(path, "\n\n".join([*head, *(one.write() for one in sections)]) + "\n")
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
+from training.common.records import save_figure
 from training.evidence.reporting.comparisons import Comparison, Comparisons
 from training.evidence.reporting.conclusions import names_in_prose
 from training.evidence.reporting.result_table import AS_TRAINED, METRICS, SEEDS, Cell, Table, condition, method
@@ -145,7 +146,7 @@ def _percent(value: float, cell: Cell) -> float:
 
 def _save(figure, title: str, path: Path) -> None:
     figure.suptitle("\n".join(textwrap.fill(line, TITLE_WIDTH) for line in title.splitlines()), fontsize=10)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)
     pyplot.close(figure)
 
 

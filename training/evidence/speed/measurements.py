@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from training.common.records import write_text
 from training.evidence.speed.models import BenchmarkError, Row, Settings
 
 
@@ -68,7 +69,7 @@ class Records:
         self.lines = []
         if resume:
             self.lines = read_lines(path)
-            path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+            write_text(path, "".join(json.dumps(line) + "\n" for line in self.lines))
             found = self.lines[0]["machine"] if self.lines else header
             for name in header:
                 if found.get(name) != header[name]:

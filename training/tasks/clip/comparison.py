@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from transformers import (
     AutoModel,
     AutoModelForImageClassification,
@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
 from hf_liere.errors import InputError
+from hf_liere.models.saved_code import replace_file
 from hf_liere.storage.loading import require_all_keys
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.records import (
@@ -240,7 +241,7 @@ class Comparison:
             results.append({"model": name, "image_size": int(size), "samples": len(self.evaluation), **measured})
             examples |= {f"{size}_{key}": values for key, values in trainer.compute_metrics.examples.items()}
         if trainer.is_world_process_zero():
-            save_file(examples, self.folders[name] / EXAMPLES_FILE)
+            replace_file(self.folders[name] / EXAMPLES_FILE, save(examples))
             write_record(self.folders[name], RESOLUTIONS_FILE, {"resolutions": results})
         return results
 
