@@ -164,6 +164,15 @@ def test_llama_cpp_generates_the_same_tokens(tmp_path):
         ({}, {}, {"block_count": 3}, "llama.block_count=3; accepted: 2"),
         ({}, {}, {"rope.dimension_count": 8}, "llama.rope.dimension_count=8; accepted: 16"),
         ({}, {}, {"split.count": 2}, "split.count=2; accepted: 1"),
+        ({}, {}, {"rope.scaling.factor": 4.0}, r"rope\.scaling\.factor=4\.0; accepted: 1\.0"),
+        ({}, {}, {"rope.scale_linear": 2.0}, r"scale_linear=2\.0; accepted: 1\.0"),
+        ({}, {}, {"rope.scaling.attn_factor": 1.2}, r"attn_factor=1\.2\d*; accepted: 1\.0"),
+        ({}, {}, {"rope.scaling.original_context_length": 64}, "original_context_length=64; .*which lack it"),
+        ({}, {}, {"rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor=1.0; .*which lack it"),
+        ({}, {}, {"attention.head_count_kv": 4}, "head_count_kv=4; accepted: 2"),
+        ({}, {}, {"attention.key_length": 8}, "key_length=8; accepted: 16"),
+        ({}, {}, {"attention.layer_norm_rms_epsilon": 1e-3}, r"rms_epsilon=0\.001\d*; accepted"),
+        ({"hidden_act": "gelu"}, {}, {}, "accepted is hidden_act='silu'"),
     ],
 )
 def test_what_a_file_cannot_express(tmp_path, fields, config, metadata, message):
@@ -194,6 +203,21 @@ def test_other_files_are_refused(tmp_path):
         write(learn(build_family("gemma3")[0]), plain, tmp_path / "learned.gguf")
     with pytest.raises(ValueError, match="is not patched"):
         write(unpatch(model), plain, tmp_path / "learned.gguf")
+
+
+@pytest.mark.parametrize("quantized", [None, "attn_q", "attn_k", "ffn_gate", "token_embd"])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "gate_proj", "embed_tokens", "lm_head"])
+def test_every_matrix_is_compared(tmp_path, name, quantized):
+    """One row of one matrix differs, by a tenth of its spread."""
+    model = build()
+    plain = convert(model, tmp_path / "plain.gguf", quantized=quantized)
+    learn(model)
+    write(model, plain, tmp_path / "learned.gguf")
+    with torch.no_grad():
+        (weight, *_) = (weight for other, weight in model.named_parameters() if f"{name}.weight" in other)
+        weight[3] += 0.1 * weight.std()
+    with pytest.raises(InputError, match=r"other weights than the model \(\S+\.weight, (rows )?off by up to"):
+        write(model, plain, tmp_path / "other.gguf")
 
 
 def test_command(tmp_path, capsys):

@@ -11,6 +11,7 @@ from encoding_cases import IMAGE_CASES, perturb
 from fresh_process import run_warm
 from patching_cases import CASES, build, randomize
 from rope_cases import CASES as ROPE_CASES
+from rope_cases import TEXT
 from rope_cases import build as build_rope
 from slow_cases import slow_except
 
@@ -222,6 +223,67 @@ def test_an_export_that_fails_leaves_nothing(tiny, tmp_path, monkeypatch, capsys
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "new" / "model.pt2")]) == 1
     assert "model.pt2 was not written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    "encoding, dtype, suffix",
+    slow_except(
+        {("rope_mixed", torch.float16, ".pt2")},
+        [
+            ("rope_mixed", torch.float16, ".pt2"),
+            ("liere", torch.float16, ".onnx"),
+            ("comrope_ld", torch.bfloat16, ".pt2"),
+            ("rope_mixed", torch.bfloat16, ".onnx"),
+        ],
+    ),
+)
+def test_half_types(tiny, tmp_path, encoding, dtype, suffix):
+    """The file is as far from the model in float64 as a few roundings of its type; of bfloat16, ONNX has float32."""
+    model = perturb(hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding, num_hidden_layers=1)))
+    model.save_pretrained(tmp_path / "model")
+    half = hf_liere.LieREViTForImageClassification.from_pretrained(tmp_path / "model", dtype=dtype)
+    path = export_model(half, tmp_path / f"model{suffix}")
+    pixels = torch.randn(3, 3, 16, 16).to(dtype)
+    found = run_exported(path, pixels)["logits"]
+    with torch.no_grad():
+        expected = half.double()(pixels.double()).logits
+    assert found.dtype == (torch.float32 if (dtype, suffix) == (torch.bfloat16, ".onnx") else dtype)
+    tolerance = 1e-5 if found.dtype == torch.float32 else 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["siglip", "dinov3", "clip_vision"])
+def test_no_file_is_left_that_onnx_runtime_cannot_run(name, tmp_path):
+    model = patched(name, "rope_mixed" if name == "dinov3" else "comrope_ld", None if name == "dinov3" else 8)
+    path = export_model(model.bfloat16(), tmp_path / "half.onnx")
+    onnx.checker.check_model(path, full_check=True)
+    with pytest.raises(ExportError, match=r"double.onnx was not written: it does not run for .*NOT_IMPLEMENTED"):
+        export_model(model.double(), tmp_path / "double.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["half.onnx"]
+
+
+def test_graphs_that_hold_for_their_example_alone(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    config = transformers.Dinov2WithRegistersConfig(**sizes, num_register_tokens=3, mlp_ratio=1)
+    model = hf_liere.patch(
+        transformers.Dinov2WithRegistersModel(config).eval(),
+        hf_liere.RotaryPatchConfig(position_encoding="comrope_ld", rotary_init="normal"),
+    )
+    # A later release may resize its table by sizes that a graph follows: then it is right at every size.
+    try:
+        program = export.export_program(model, dynamic_size=True).module()
+    except ExportError as error:
+        assert "does not run for inputs of (1, 3, 32, 32)" in str(error)
+    else:
+        pixels = torch.randn(2, 3, 64, 16)
+        with torch.no_grad():
+            torch.testing.assert_close(program(pixels)["last_hidden_state"], model(pixels).last_hidden_state)
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TEXT, "rope_parameters": rope}))
+    with pytest.raises(ExportError, match="depend on values that a graph does not know, as frequencies of rope_type"):
+        export_model(llama, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def patched(name, encoding, block_size, **fields):
