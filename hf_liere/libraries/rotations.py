@@ -41,10 +41,9 @@ class LearnedFrequencies(Tables, LearnedRotations):
         self.config, self.style = config, str(planes.style)
         self.place = {layer: 0 if config.share_layers else place for place, layer in enumerate(layers)}
         self.log_factors = self.new_parameter(len(set(self.place.values())), len(planes.turning))
-        # The bits of float32 numbers: conversions of the model to half types leave integers as they are.
-        bits = torch.tensor(planes.speeds, dtype=torch.float32).view(torch.int32)  # (planes,)
+        frequencies = torch.tensor(planes.speeds, dtype=torch.float32)  # (planes,), also in a model of half types
         # (turning planes,), (planes,)
-        self.set_tables(frequency_bits=bits, turning=torch.tensor(planes.turning), axes=torch.tensor(planes.axes))
+        self.set_tables(frequencies=frequencies, turning=torch.tensor(planes.turning), axes=torch.tensor(planes.axes))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -71,7 +70,7 @@ class LearnedFrequencies(Tables, LearnedRotations):
             noise_level: As in [`ScheduleInput`].
         """
         device, dtype = coordinates.device, working_dtype(coordinates.device)
-        frequencies = self.frequency_bits.to(device).view(torch.float32).to(dtype)  # (planes,)
+        frequencies = self.frequencies.to(device, dtype)  # (planes,)
         axes = self.axes.to(device)
         # e^δ − 1, exactly 0 at the start
         change = torch.zeros_like(frequencies)
@@ -151,12 +150,11 @@ def turn_error(turn: Turn, planes: Planes, places: torch.Tensor) -> tuple[torch.
     # Models compute angles in float32, and may round cos and sin to half types.
     rounded = 1e-2 if found[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
     tolerance = rounded + 2e-6 * angles.abs().max()
-    if tokens.numel() != angles.shape[:-1].numel():
-        return tolerance + math.inf, tolerance
-    known = split_cos_sin(turn_further(identity_turn(turn), angles.reshape(*tokens, -1), str(planes.style)))
-    if any(x.shape != y.shape for x, y in zip(found, known)):
-        return tolerance + math.inf, tolerance
-    return torch.stack([(x - y).abs().max() for x, y in zip(found, known)]).max(), tolerance
+    if tokens.numel() == angles.shape[:-1].numel():
+        known = split_cos_sin(turn_further(identity_turn(turn), angles.reshape(*tokens, -1), str(planes.style)))
+        if all(x.shape == y.shape for x, y in zip(found, known)):
+            return torch.stack([(x - y).abs().max() for x, y in zip(found, known)]).max(), tolerance
+    return tolerance + math.inf, tolerance
 
 
 def require_known(turn: Turn, planes: Planes, places: torch.Tensor, label: str, library: str) -> None:

@@ -62,26 +62,25 @@ class FoldedLieRE(LieRE):
 
     def _find_grid(self, positions: TokenPositions) -> str | None:
         """The name of the grid with constant rotations on which the model placed these tokens, if it did."""
-        config, facts, stored = self.config, positions.facts, [*map(tuple, self.config.folded_grids)]
+        config, facts = self.config, positions.facts
         # torch.jit.trace would keep the choice for inputs of every shape.
         if torch.jit.is_tracing() or (config.num_prefix_tokens == 0 and positions.num_prefix_tokens > 0):
             return None
+        grid = next((grid_name(each) for each in config.folded_grids if tuple(each) == positions.grid), None)
         if facts is not None:
             own = facts._replace(
                 train_grid=config.train_grid,
                 convention=config.coordinates,
                 prefix_coordinate=config.prefix[1] if config.rotate_prefix else 0.0,
             )
-            is_own = facts == own and facts.rule.samples == self.samples
-            return next((grid_name(grid) for grid in stored if is_own and grid == facts.grid), None)
+            return grid if facts == own and facts.rule.samples == self.samples else None
         patches = positions.coordinates[..., positions.num_prefix_tokens :, :]  # (…, N, A)
         if carry_tangents(patches):
             return None
         if not values_are_unknown(patches):
             return next((name for name, place in self.places.items() if _agree(patches, place)), None)
         # Graphs see no coordinates, but the shape of the input from which they were computed.
-        found = next((grid_name(grid) for grid in stored if grid == positions.grid), None)
-        return found if found in self.places and self.places[found].shape == patches.shape else None
+        return grid if grid in self.places and self.places[grid].shape == patches.shape else None
 
     @torch.no_grad()
     def copy_rotations(

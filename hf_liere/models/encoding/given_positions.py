@@ -91,10 +91,7 @@ def warn_of_units(config, positions: torch.Tensor, encoding: Any = None) -> None
                 "torch.deg2rad converts degrees."
             )
     elif encoding is not None:
-        positions, entries = (
-            positions.detach(),
-            encoding.entries(positions.device)[:, 0].detach().flatten(1, 2),
-        )  # (A, blocks of all heads, b(b−1)/2)
+        entries = encoding.entries(positions.device)[:, 0].flatten(1, 2)  # (A, blocks of all heads, b(b−1)/2)
         generators = skew(entries.to("cpu", torch.float64), encoding.block_size)  # (A, blocks of all heads, b, b)
         places = positions.reshape(-1, *positions.shape[-2:])[0, :NEIGHBOURS].to("cpu", torch.float64)  # (N, A)
         distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")  # (N, N)
@@ -107,10 +104,7 @@ def warn_of_units(config, positions: torch.Tensor, encoding: Any = None) -> None
                 f"turn: divide positions by their range, here {extent:.3g}, or lower rotary_init_scale."
             )
         largest = positions.abs().flatten(0, -2).amax(0).to("cpu", torch.float64)  # (A,)
-        mantissa, exponent = torch.frexp(largest)  # (A,) each
-        spacing = torch.finfo(positions.dtype).eps * 2.0 ** (
-            exponent - 1 - (mantissa == 0.5).int()
-        )  # (A,), below the largest
+        spacing = torch.finfo(positions.dtype).eps * 2 ** (largest.log2().ceil() - 1)  # (A,), below the largest
         rate = torch.linalg.svdvals(generators).amax((1, 2))  # (A,)
         if (spacing * rate.where(rate > 0, 1.0) > 1).any():
             logger.warning_once(

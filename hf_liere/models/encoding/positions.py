@@ -42,11 +42,10 @@ class TokenPositions:
     Attributes:
         coordinates: (N, A), or (B, N, A) if samples differ, prefix tokens included.
         num_prefix_tokens: Number P of class and register tokens among them.
-        grid: Patches per axis of the grid on which another model placed them, by the shape of its input, or `None`.
+        grid: Patches per axis, also of a grid on which another model placed them by the shape of its input, or `None`.
         facts: Everything that determines the coordinates, if they are those of a grid.
     """
 
-    grid: tuple[int, ...] | None = None
     facts: "GridFacts | None" = None
 
     def __init__(self, coordinates: torch.Tensor, num_prefix_tokens: int = 0, grid: tuple[int, ...] | None = None):
@@ -158,8 +157,7 @@ class GridPositions(TokenPositions):
     """Where the patches of a grid sit, after class and register tokens; [`moved`] displaces patches."""
 
     def __init__(self, facts: GridFacts):
-        self._facts = facts
-        self.num_prefix_tokens = facts.num_prefix_tokens
+        self._facts, self.grid, self.num_prefix_tokens = facts, facts.grid, facts.num_prefix_tokens
         self._shown: torch.Tensor | None = None
 
     @property

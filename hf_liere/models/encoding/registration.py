@@ -84,25 +84,18 @@ def check_claims(name: str, kind: type[RotaryEncoding]) -> None:
             for size in kind.block_sizes.accepted(head_dim, axes)[:3]:
                 # Code of users may fail for these sizes in any way; for others it is refused when a model is built.
                 with contextlib.suppress(Exception):
-                    config = EncodingConfig(
-                        position_encoding=name,
-                        block_size=size,
-                        num_axes=axes,
-                        num_hidden_layers=1,
-                        num_attention_heads=2,
-                        head_dim=head_dim,
-                    )
+                    sizes: dict[str, Any] = {"block_size": size, "num_axes": axes, "head_dim": head_dim}
+                    config = EncodingConfig(position_encoding=name, num_hidden_layers=1, num_attention_heads=2, **sizes)
                     found.append(_deviations(kind(config, axes).double().eval()))
-    claims = ("commutes", "proportional", "serves_one_axis", "product")
-    largest = {claim: max((float(each[claim]) for each in found), default=1.0) for claim in claims}
+    largest = {claim: max(float(each[claim]) for each in found) for claim in (found[0] if found else ())}
     if "commutes" not in vars(kind):
-        kind.commutes = largest["commutes"] < CLAIM_ROUNDING
-    for claim in claims if found else ():
-        value, holds = getattr(kind, claim), largest[claim] < CLAIM_ROUNDING
+        kind.commutes = largest.get("commutes", 1.0) < CLAIM_ROUNDING
+    for claim, deviation in largest.items():
+        value, holds = getattr(kind, claim), deviation < CLAIM_ROUNDING
         if not holds if value or claim == "product" else holds and claim == "commutes":
             raise ValueError(
                 f"{kind.__name__} has {claim} = {value}, but at random parameters its generators or rotations differ "
-                f"from those with {claim} = {value or claim != 'product'} by {largest[claim]:.2g} of their size; "
+                f"from those with {claim} = {value or claim != 'product'} by {deviation:.2g} of their size; "
                 f"accepted: {claim} = {not value}, or other entries."
             )
 
@@ -201,19 +194,16 @@ def check_convention(name: str, convention: Convention) -> None:
             found = place(index, *sizes)  # (n,)
         if size == 1 and not found.isfinite().all():
             continue
-        multiples = index - (size - 1) / 2 if centre == 0 else index  # (n,)
-        wanted = {
-            "place of numbers": index.new_tensor([place(i, *sizes) for i in range(size)]),
-            "place of tensors": place(index, *(index.new_tensor([each]) for each in sizes)),
-        }
-        if convention.is_proportional:
-            wanted["is_proportional=True"] = multiples * (found[-1] - found[0]) / max(size - 1, 1)
-        if centre is not None and size == width > 1:
-            wanted[f"centre={centre}"] = found - place(index.new_tensor((size - 1) / 2), *sizes) + centre
-        if convention.extents is not None:
-            wanted["extents"] = in_unit(index, *sizes)
-        for claim, places in wanted.items():
-            if not torch.allclose(found, places.to(found), rtol=0, atol=CLAIM_ROUNDING):
+        multiples = index - index.mean() if centre == 0 else index  # (n,)
+        has_centre = centre is not None and size == width > 1
+        for is_claimed, claim, places in (
+            (True, "place of numbers", index.new_tensor([place(i, *sizes) for i in range(size)])),
+            (True, "place of tensors", place(index, *(index.new_tensor([each]) for each in sizes))),
+            (convention.is_proportional, "is_proportional=True", multiples * (found[-1] - found[0]) / max(size - 1, 1)),
+            (True, f"centre={centre}", found - place(index.mean(), *sizes) + centre if has_centre else found),
+            (convention.extents is not None, "extents", in_unit(index, *sizes)),
+        ):
+            if is_claimed and not torch.allclose(found, places.to(found), rtol=0, atol=CLAIM_ROUNDING):
                 raise ValueError(
                     f"coordinates={name!r}: with (size, trained, width) = {sizes} patches are at {found.tolist()}, and "
                     f"with {claim} they would be at {places.tolist()}. Accepted: the centre of every input, or None; "

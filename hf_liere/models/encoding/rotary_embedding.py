@@ -344,7 +344,8 @@ class LieRotaryEmbedding(Tables):
                 f"{self.num_axes}) or (batch, tokens, {self.num_axes}), the result of grid_positions or, for "
                 "queries and keys, that of rotations(positions) of this module."
             )
-        if not isinstance(positions, GridPositions):
+        is_grid = isinstance(positions, GridPositions)
+        if not is_grid:
             check_coordinates(self.config, positions.coordinates)
         elif start_of(self.config).takes_orientations:
             raise ValueError(
@@ -356,8 +357,7 @@ class LieRotaryEmbedding(Tables):
                 f"positions of shape {tuple(positions.shape)} must be (tokens, {self.num_axes}) or (batch, tokens, "
                 f"{self.num_axes}), with a coordinate for each of num_axes={self.num_axes}."
             )
-        is_given = not isinstance(positions, GridPositions)
-        if is_given and not values_are_unknown(positions.coordinates) and not self.has_seen_positions:
+        if not (is_grid or self.has_seen_positions or values_are_unknown(positions.coordinates)):
             self.has_seen_positions = True
             warn_of_units(self.config, positions.coordinates, self.encoding)
         return positions

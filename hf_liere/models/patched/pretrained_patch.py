@@ -58,8 +58,6 @@ class RopePatch(TowerPatch[RopeTower]):
     def add_hooks(self, tower: RopeTower) -> None:
         module, encoding = tower.module, tower.module.rotary_encoding
         inner = {layer: tower.inner_rope(layer) for layer in range(len(tower.attentions))}
-        if encoding.rotates_states:
-            self.handles.append(module.register_forward_hook(GridPass.finish, always_call=True))
         for name in encoding.rope_names:
             if name not in {tower.layouts[layer].rope_name for layer in inner if inner[layer]}:
                 hook = partial(carry_numbers, module, name)
@@ -181,7 +179,9 @@ def carry_numbers(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwarg
     layout = encoding.layout_of[rope_name, layer_type]
     coordinates, angles = encoding.measure(layout, rope, *args, **kwargs)
     if encoding.config.folded_grids:
-        GridPass.restart(tower, rope, *args, **kwargs)
+        patch, (height, width) = rope.config.patch_size, args[0].shape[-2:]  # of (B, C, height, width) pixels
+        rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+        GridPass(tower, (height // rows, width // columns)).begin()
     if not encoding.reads_own:
         # Compiled graphs leave out what computes cos.
         first = output if isinstance(output, torch.Tensor) else output[0]

@@ -28,14 +28,6 @@ class GridPass(Pass):
 
     grid: tuple[int, ...]
 
-    @classmethod
-    def restart(cls, tower: nn.Module, rope: Any, pixels: torch.Tensor) -> None:
-        """Begin the pass in which a rotary module places the patches of (B, C, height, width) pixels."""
-        cls.end(tower)
-        patch, (height, width) = rope.config.patch_size, pixels.shape[-2:]
-        rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-        cls(tower, (height // rows, width // columns)).begin()
-
 
 class RopePlanes(Tables):
     """cos and sin of one [`RopeLayout`] from angles, bit for bit as the rotary module's own."""
@@ -154,9 +146,11 @@ class PretrainedRope(LearnedRotations):
         """Rotate the heads of this process alone from now on. Raises `ValueError` if heads cannot be divided so."""
         self.share = share
 
+    @torch.no_grad()
     def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
-        raise NotImplementedError
+        for factors in self.parameters():
+            init.zeros_(factors)
 
 
 # The code of a checkpoint lacks the encoding itself, which these factors do without.
@@ -181,11 +175,6 @@ class PretrainedPlanes(PretrainedRope):
             count = tower.layouts[members[0]].num_planes
             setattr(self, name, self.new_parameter(1 if config.share_layers else len(members), count))
         self.reset_parameters(tower.module)
-
-    @torch.no_grad()
-    def reset_parameters(self, module: nn.Module) -> None:
-        for factors in self.parameters():
-            init.zeros_(factors)
 
     def forward(self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor) -> tuple[Turn, None]:
         factors = self.factors(layer).to(numbers.device)
