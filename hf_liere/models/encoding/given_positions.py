@@ -36,7 +36,7 @@ def place_given(
     accepted = num_prefix_tokens if config.places_prefix else 0
     check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
     coordinates = zero_hidden(coordinates, visible)  # (…, N or P + N, A)
-    check_coordinates(config, coordinates)
+    check_coordinates(coordinates)
     warn_of_units(config, coordinates)
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
@@ -68,7 +68,7 @@ def check_shape(
         )
 
 
-def check_coordinates(config, positions: torch.Tensor) -> None:
+def check_coordinates(positions: torch.Tensor) -> None:
     """Raises `ValueError` if the user's `positions` are not floating point or not finite."""
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")

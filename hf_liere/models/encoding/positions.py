@@ -104,11 +104,15 @@ class TokenPositions:
 
     def unrotate_prefix(self) -> "TokenPositions":
         """The same patches, with prefix tokens at zero, where no encoding rotates them."""
+        if (facts := self.facts) is not None:
+            return GridPositions(facts._replace(prefix_coordinate=0.0))
         patches = self.coordinates[..., self.num_prefix_tokens :, :]  # (…, N, A)
         return TokenPositions.from_coordinates(patches, self.num_prefix_tokens)
 
     def to(self, device: torch.device | str) -> "TokenPositions":
         """The same positions on `device`; hooks of accelerate move the arguments of modules with it."""
+        if (facts := self.facts) is not None:
+            return GridPositions(facts._replace(device=torch.device(device)))
         return self._replace(self.coordinates.to(device))
 
     def _replace(self, coordinates: torch.Tensor) -> "TokenPositions":
@@ -192,20 +196,12 @@ class GridPositions(TokenPositions):
 
     def moved(self, offsets: torch.Tensor) -> TokenPositions:
         """The same tokens with patches displaced by (…, N, A) `offsets` in patch extents; they are no grid then."""
-        if self.facts is None:
+        if (facts := self.facts) is None:
             raise ValueError("The coordinates of a grid were read in a graph; accepted there: moved(offsets) before.")
-        return self._replace(self.facts.coordinates(offsets))  # (…, P + N, A)
+        return self._replace(facts.coordinates(offsets))  # (…, P + N, A)
 
     def locate(self) -> TokenPositions:
-        return self._replace(self.coordinates if self.facts is None else self.facts.coordinates())
-
-    def unrotate_prefix(self) -> TokenPositions:
-        facts = self.facts
-        return super().unrotate_prefix() if facts is None else GridPositions(facts._replace(prefix_coordinate=0.0))
-
-    def to(self, device: torch.device | str) -> TokenPositions:
-        facts = self.facts
-        return super().to(device) if facts is None else GridPositions(facts._replace(device=torch.device(device)))
+        return self._replace(self.coordinates if (facts := self.facts) is None else facts.coordinates())
 
 
 def patch_indices(grid: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -346,7 +346,7 @@ class LieRotaryEmbedding(Tables):
             )
         is_grid = isinstance(positions, GridPositions)
         if not is_grid:
-            check_coordinates(self.config, positions.coordinates)
+            check_coordinates(positions.coordinates)
         elif start_of(self.config).takes_orientations:
             raise ValueError(
                 f"positions are those of a grid of patches; with rotary_init={self.config.rotary_init!r} they are "

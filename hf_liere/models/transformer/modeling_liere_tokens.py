@@ -105,7 +105,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             )
         if positions is not None:
             check_shape(positions, batch_size, num_tokens, config.num_axes)
-            check_coordinates(config, zero_hidden(positions, visible))
+            check_coordinates(zero_hidden(positions, visible))
         return None
 
     def extend_mask(
