@@ -59,8 +59,7 @@ def require_libraries(purpose: str, extra: str, *modules: str) -> None:
     Raises:
         MissingLibraryError: if one of them is not installed.
     """
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
         # The package is installed from a checkout or a wheel; it is not on a package index.
         raise MissingLibraryError(
             f"{purpose} needs {' and '.join(missing)}; in a checkout of hf_liere, pip install -e '.[{extra}]' installs "

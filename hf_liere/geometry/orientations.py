@@ -107,8 +107,7 @@ def rotation_vector_to_quaternion(vectors: torch.Tensor, order: str) -> torch.Te
     _check_values("rotation vectors", vectors, (3,))
     half = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) / 2  # (…, 1)
     imaginary = vectors * (torch.sinc(half / torch.pi) / 2)  # (…, 3)
-    parts = (half.cos(), imaginary) if order == "wxyz" else (imaginary, half.cos())
-    return torch.cat(parts, dim=-1)
+    return torch.cat((half.cos(), imaginary) if order == "wxyz" else (imaginary, half.cos()), dim=-1)
 
 
 def quaternion_to_rotation_vector(quaternions: torch.Tensor, order: str) -> torch.Tensor:
@@ -185,8 +184,7 @@ def refuse(name: str, accepted: str, *faults: Fault) -> None:
 def _check_values(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raises `ValueError` unless values are (…, `shape`) in float32 or float64, and finite."""
     if tuple(values.shape[-len(shape) :]) != shape:
-        wanted = ", ".join(map(str, shape))
-        raise ValueError(f"{name} of shape {tuple(values.shape)} must be (…, {wanted}).")
+        raise ValueError(f"{name} of shape {tuple(values.shape)} must be (…, {', '.join(map(str, shape))}).")
     if values.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{name} are {values.dtype}; float32 or float64 is needed.")
     if not values_are_unknown(values) and not torch.isfinite(values).all():

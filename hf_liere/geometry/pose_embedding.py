@@ -1,6 +1,7 @@
 """Poses of cameras as a layer for anybody's attention: queries, keys, values, and what attention returns."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -370,12 +371,10 @@ def _check_reference(reference: torch.Tensor, poses: torch.Tensor) -> torch.Tens
 
 
 def _read_sides(image_size: Any) -> tuple[float, float]:
-    try:
+    with suppress(TypeError, ValueError):
         height, width = image_size
         if 0 < height < float("inf") and 0 < width < float("inf"):
             return height, width
-    except (TypeError, ValueError):
-        pass
     raise ValueError(
         f"image_size={image_size!r} must be (height, width) of the image in the pixels of intrinsics, two positive "
         "numbers."

@@ -61,8 +61,7 @@ class TensorSizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.largest = max([self.largest, *made])
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
         return result
 
 
@@ -359,8 +358,7 @@ def _pair_equal_columns(table: torch.Tensor, pairing: Pairing) -> Pairs:
     width = table.shape[-1]
     _, group, counts = table.unique(dim=1, return_inverse=True, return_counts=True)  # (channels,), (groups,)
     if pairing is None and (counts == 2).all():
-        channels = group.argsort(stable=True).view(-1, 2).tolist()
-        return tuple(sorted((first, second) for first, second in channels))
+        return tuple(sorted(map(tuple, group.argsort(stable=True).view(-1, 2).tolist())))
     # Planes of equal frequencies.
     fitting = []
     for name in STYLES if pairing is None else (pairing,):
@@ -395,8 +393,7 @@ def copy_module(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(value) for value in code.co_consts if isinstance(value, types.CodeType)]
-    return set(code.co_names).union(*inner)
+    return set(code.co_names).union(*(_names(x) for x in code.co_consts if isinstance(x, types.CodeType)))
 
 
 def _copy_used(value: Any, memo: dict[int, Any]) -> Any:

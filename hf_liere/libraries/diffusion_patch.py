@@ -76,8 +76,7 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
         options = dict(zip(self.names, args)) | kwargs
         hooks.record_noise_level(module, options)
         if not self.family.rope:
-            carry = hooks.carry_argument if self.family.rotates else hooks.carry_positions
-            carry(module, options)
+            (hooks.carry_argument if self.family.rotates else hooks.carry_positions)(module, options)
         return forward(**options)
 
     def rotates_states(self, encoding: nn.Module, layer: int) -> bool:

@@ -74,8 +74,7 @@ class DiffusionFamily:
         for part, names in self.attentions:
             for index, block in enumerate(getattr(model, part, None) or ()):
                 for name in names.split():
-                    attention = getattr(block, name, None)
-                    if attention is not None:
+                    if (attention := getattr(block, name, None)) is not None:
                         yield f"{part}.{index}.{name}", attention
 
 

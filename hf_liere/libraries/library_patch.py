@@ -115,8 +115,7 @@ def plan_library(tower_class: type[LibraryTower], model: nn.Module, config: Rota
     require_unpatched(model)
     towers = []
     for name, module in model.named_modules():
-        kind = tower_class.find_kind(module)
-        if kind is not None:
+        if (kind := tower_class.find_kind(module)) is not None:
             found = tower_class.find_attentions(module, kind)
             attentions = [(f"{name}.{inner}".lstrip("."), attention) for inner, attention in found]
             towers.append(tower_class(name, module, attentions, kind))
@@ -141,8 +140,7 @@ def _plan_tower(tower: LibraryTower, config: RotaryPatchConfig) -> TowerPlan:
         patch.coordinates = str(rotary_config.coordinates)
 
         def build() -> nn.Module:
-            encoding = build_encoding(rotary_config, len(patch.train_grid))
-            return StateRotations(encoding, config, heads, layers)
+            return StateRotations(build_encoding(rotary_config, len(patch.train_grid)), config, heads, layers)
 
     else:
         patch.planes = planes = tower.read_start()

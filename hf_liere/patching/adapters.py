@@ -146,8 +146,7 @@ def stored_parameters(model: nn.Module, adapter: str | None = None) -> dict[str,
     """
     encodings = [tower.rotary_encoding for _, tower in require_patched(model)]
     for index, encoding in enumerate(encodings):
-        copies = getattr(encoding, "modules_to_save", None)
-        if copies is not None:
+        if (copies := getattr(encoding, "modules_to_save", None)) is not None:
             name = adapter or next(iter(encoding.active_adapters), "")
             encodings[index] = copies[name] if name in copies else encoding.original_module
     return _name_parameters(encodings)
@@ -265,8 +264,7 @@ def parse_adapter(content: dict[str, Any], path: Path) -> tuple[RotaryPatchConfi
         if not isinstance(content.get(name, {} if name == BESIDE else None), kind):
             raise ValueError(f"{path} has no {kind.__name__} {name!r}: it was not written by save_rotary.")
     for saved in content["base"]:
-        missing = [name for name in FINGERPRINT if not isinstance(saved, dict) or name not in saved]
-        if missing:
+        if missing := [name for name in FINGERPRINT if not isinstance(saved, dict) or name not in saved]:
             raise ValueError(f"{path} does not identify its base model: base has no {', '.join(missing)}.")
     try:
         return RotaryPatchConfig.from_dict(content["rotary_patch"]), content["base"]

@@ -27,7 +27,7 @@ from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
 from ..models.patched.vision_patch import RotaryPatch, make_tower_config
 from ..models.probing.attention_probe import CAPTURE_ATTENTION, CapturedStates
-from ..models.probing.module_inspection import View, device_of, forward_arguments, projections
+from ..models.probing.module_inspection import View, device_of, forward_arguments, projections, replaced
 from ..models.transformer.configuration_liere import pair
 from .apply import refuse_adapters, require_patched, unpatch
 
@@ -112,15 +112,14 @@ def _fold_attention(label: str, attention: nn.Module, basis: torch.Tensor) -> No
 
 def _capture(label: str, attention: nn.Module, projection: nn.Module) -> list[torch.Tensor]:
     """The queries and the keys, (H · D, N) each, that a vision tower's attention module makes of a few tokens."""
-    weight, config = projection.weight, attention.config
+    weight = projection.weight
     states = (torch.arange(5 * weight.shape[1], device=weight.device) * 0.7).sin().to(weight.dtype)
-    attention.config = View(config.base, _attn_implementation=CAPTURE_ATTENTION)
+    view = View(attention.config.base, _attn_implementation=CAPTURE_ATTENTION)
     try:
-        attention(states.view(1, 5, -1))  # (1, N, hidden_size)
+        with replaced("config", view, attention):
+            attention(states.view(1, 5, -1))  # (1, N, hidden_size)
     except CapturedStates as captured:
         return [rows[0].transpose(1, 2).flatten(0, 1).to(weight.device) for rows in captured.args]
-    finally:
-        attention.config = config
     raise ValueError(f"{label} did not reach its attention with five tokens, so its projections are unknown.")
 
 

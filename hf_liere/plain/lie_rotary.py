@@ -152,11 +152,7 @@ class LieRotary(nn.Module):
         return torch.cat([rotated.flatten(-2), states[..., width:]], dim=-1)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: torch.Tensor,
-        key_positions: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """R(p) q and R(p′) k; `key_positions` are p′ where keys are of other tokens than queries."""
         key_positions = positions if key_positions is None else key_positions

@@ -258,8 +258,7 @@ def run_push(
     from .hub.publishing import push
 
     saved, facts = SavedModel(folder), load_facts(card) if card else None
-    rendered = push_card(saved, repo_id, facts, evaluation, license)
-    return str(push(saved, repo_id, card=rendered, **options))
+    return str(push(saved, repo_id, card=push_card(saved, repo_id, facts, evaluation, license), **options))
 
 
 @command(

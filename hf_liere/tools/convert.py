@@ -106,11 +106,7 @@ def upgrade_checkpoint(
 
 
 def _write(
-    directory: Path,
-    model: LieREPreTrainedModel,
-    statistics: Mapping[str, object],
-    origin: tuple[str, str],
-    notes: str,
+    directory: Path, model: LieREPreTrainedModel, statistics: Mapping[str, object], origin: tuple[str, str], notes: str
 ) -> None:
     """Write weights, configuration, code, processor and card; `statistics` override a mean and deviation of ½."""
     model.save_pretrained(directory)
@@ -149,8 +145,7 @@ def _origin(checkpoint: str | os.PathLike, revision: str | None) -> tuple[str, s
     """The name of a checkpoint without its folder, and a text that identifies it."""
     path = Path(checkpoint)
     if path.is_file():
-        digest = file_digest(path, "sha256").removeprefix("sha256:")
-        return path.name, f"the file `{path.name}` (SHA-256 `{digest}`)"
+        return path.name, f"the file `{path.name}` (SHA-256 `{file_digest(path, 'sha256').removeprefix('sha256:')}`)"
     if path.is_dir():
         return path.resolve().name, f"the directory `{path.resolve().name}`"
     link = f"[{checkpoint}](https://huggingface.co/{checkpoint})"

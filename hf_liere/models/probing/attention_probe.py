@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -144,24 +145,20 @@ class Probe:
 
     def _call(self, form: "Form", turn: Turn, shared: "SharedStates", replace: Replacement | None) -> QueryKey | None:
         """Query and key that attention computes with for a few tokens, if it does; raises what it raises."""
-        handles, attention = [], self.filled
-        if replace is not None:
-            for name, module in attention.named_modules():
-                if name and name != self.inner_rope:
-                    handles.append(module.register_forward_hook(partial(replace, name)))
+        modules = {} if replace is None else dict(self.filled.named_modules())
+        hooks = {name: partial(replace, name) for name in modules if name not in ("", self.inner_rope)}
         if self.inner_rope and not hasattr(self.tower.module, "rotary_encoding"):
-            rope = attention.get_submodule(self.inner_rope)
-            handles.append(rope.register_forward_hook(lambda module, args, output: _like(turn, output)))
+            hooks[self.inner_rope] = lambda module, args, output: _like(turn, output)
         try:
-            self.call_module(form, attention, turn, shared)
+            with ExitStack() as stack:
+                for name, hook in hooks.items():
+                    stack.enter_context(self.filled.get_submodule(name).register_forward_hook(hook))
+                self.call_module(form, self.filled, turn, shared)
         except CapturedStates as captured:
             query, key = captured.args
             # Others take dimensions of tokens for those of samples.
             is_fit = query.shape[0] == 1 and query.shape[-2] == self.coordinates.shape[-2]
             return (query, key) if is_fit else None
-        finally:
-            for handle in handles:
-                handle.remove()
         return None
 
     def call_module(self, form: "Form", module: nn.Module, turn: Turn, shared: "SharedStates | None" = None):

@@ -53,5 +53,4 @@ class AttentionTower:
 
     def attention_names(self, layers: list[int]) -> list[str]:
         """Names of attention layers inside the tower."""
-        start = len(self.name) + 1 if self.name else 0
-        return [self.attentions[layer][0][start:] for layer in layers]
+        return [self.attentions[layer][0].removeprefix(f"{self.name}.") for layer in layers]

@@ -138,8 +138,7 @@ def first_that_works(call: Callable[[Any], Any], ways: Iterable) -> Any:
     """
     for way in ways:
         with contextlib.suppress(Exception):
-            result = call(way)
-            if result is not None:
+            if (result := call(way)) is not None:
                 return result
     return None
 

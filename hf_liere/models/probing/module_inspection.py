@@ -1,7 +1,8 @@
 """Facts about attention modules of any model: their arguments, projections, heads and devices."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -25,6 +26,19 @@ class View:
         if name == "base" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.base, name)
+
+
+@contextmanager
+def replaced(name: str, value: object, *objects: object) -> Iterator[None]:
+    """Give objects another value of an attribute; each has its own again at the end."""
+    own = [getattr(each, name) for each in objects]
+    try:
+        for each in objects:
+            setattr(each, name, value)
+        yield
+    finally:
+        for each, before in zip(objects, own):
+            setattr(each, name, before)
 
 
 def forward_arguments(module: nn.Module) -> dict[str, inspect.Parameter]:

@@ -224,8 +224,7 @@ def _make_tower(modules: dict[str, nn.Module], owner: str, ropes: list[str], ser
     """With `ropes`, its rotary modules, and `served`, by name of its attention modules, those that may serve them."""
     module = modules[owner]
     tower = RopeTower(owner, module, [(name, modules[name]) for name in served], [])
-    unused = [name for name in ropes if not any(name in found for found in served.values())]
-    if unused:
+    if unused := [name for name in ropes if not any(name in found for found in served.values())]:
         raise ValueError(
             f"{unused[0]} ({type(modules[unused[0]]).__name__}) computes rotations, but no module in {tower.label} "
             "takes them as position_embeddings: how they are applied is unknown."
@@ -279,13 +278,12 @@ def _examine_all(modules: dict[str, nn.Module], owner: str, name: str, count: in
 
 def _refuse_different_channels(tower: RopeTower, ropes: list[str]) -> None:
     """Where an attention module may get the rotations of one of several modules, these must serve the same channels."""
-    if tower.others:
-        kinds = {(layout.axes, layout.planes, layout.is_complex) for layout in tower.distinct_layouts}
-        if len(kinds) > 1 or any(layout.is_complex for layout in tower.others):
-            raise ValueError(
-                f"{tower.label} has several modules that compute rotations, {', '.join(ropes)}: which attention module "
-                "uses which is unknown; accepted: modules that rotate the same channels."
-            )
+    kinds = {(layout.axes, layout.planes, layout.is_complex) for layout in tower.distinct_layouts}
+    if tower.others and (len(kinds) > 1 or any(layout.is_complex for layout in tower.others)):
+        raise ValueError(
+            f"{tower.label} has several modules that compute rotations, {', '.join(ropes)}: which attention module "
+            "uses which is unknown; accepted: modules that rotate the same channels."
+        )
 
 
 def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attentions: list[tuple[str, nn.Module]]) -> None:

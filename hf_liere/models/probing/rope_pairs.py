@@ -265,8 +265,6 @@ def _gets_nothing(probe: Probe) -> bool:
     def capture(module, args, kwargs):
         raise CapturedStates(passes_rotation(module, args, kwargs))
 
-    handle = outer.get_submodule(inner).register_forward_pre_hook(capture, with_kwargs=True, prepend=True)
-
     def gets_nothing(form: Form) -> bool:
         try:
             probe.call_module(form, outer, probe.quarter[0])
@@ -274,7 +272,5 @@ def _gets_nothing(probe: Probe) -> bool:
             return not captured.args[0]
         return True
 
-    try:
+    with outer.get_submodule(inner).register_forward_pre_hook(capture, with_kwargs=True, prepend=True):
         return bool(first_that_works(gets_nothing, propose_forms(outer, probe.coordinates)))
-    finally:
-        handle.remove()

@@ -65,8 +65,7 @@ class RotatedChannels(Tables):
         self.maker = maker
         heads = [head for part in maker.places for head in part]
         rotated = [channel for head in heads for plane in self.planes for channel in head[plane]]
-        others = sorted(set(range(maker.width)) - set(rotated))
-        order = torch.tensor([*rotated, *others], device="cpu")  # (width,)
+        order = torch.tensor(rotated + sorted(set(range(maker.width)) - set(rotated)), device="cpu")  # (width,)
         self.set_tables(order=order, inverse=order.argsort())  # (width,) each
 
     def take(self, states: torch.Tensor, samples: int, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:

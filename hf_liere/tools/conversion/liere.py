@@ -138,8 +138,7 @@ class LieRESource(Source):
         if encoding == "absolute":
             self.fields["position_encoding"] = "absolute"
             return
-        rotated = min(self.head_dim, HEAD_DIM)
-        planes = rotated // len(self.patch) // 2
+        planes = min(self.head_dim, HEAD_DIM) // len(self.patch) // 2
         frequencies = torch.exp(-4 * torch.linspace(0, 1, planes, dtype=torch.float64))
         theta = math.exp(4 * planes / (planes - 1)) if planes > 1 else 1.0
         self.set_frequencies(frequencies, theta, HEAD_DIM)

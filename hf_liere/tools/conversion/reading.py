@@ -45,8 +45,7 @@ def json_beside(path: Path, name: str) -> dict | None:
 
 def locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:
     """The file or directory itself, or the downloaded files of a repository; may raise CheckpointError or HubError."""
-    path = local_path(checkpoint)
-    if path is not None:
+    if (path := local_path(checkpoint)) is not None:
         return path
     options = loading_options(checkpoint, revision)
     patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
@@ -60,8 +59,7 @@ def _weight_files(path: Path) -> list[Path]:
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (path / name).is_file():
             return [path / name]
-        index = path / f"{name}.index.json"
-        if index.is_file():
+        if (index := path / f"{name}.index.json").is_file():
             return shards(index)
     found = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)
     if len(found) != 1:

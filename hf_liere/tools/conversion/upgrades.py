@@ -130,8 +130,7 @@ def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieRECon
         if changes[name] is None:
             changes[name] = learned and getattr(config, name)
     # Reset fields for which the new encoding has its own defaults.
-    reset = dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
-    changes = reset | changes
+    changes = dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS)) | changes
     if traits is None:
         # Generators that start at zero do not rotate class tokens, whatever their position.
         changes["rotate_prefix"] = None
@@ -240,8 +239,7 @@ def _move_planes(found: CommonPlanes, target: RotaryEncoding) -> tuple[torch.Ten
                 placed[:, layer, head, place] = of_head[:, plane]
             others = iter([channel for channel in channels if channel not in columns])
             ordered[layer, head] = basis[layer, head][:, [next(others) if c < 0 else c for c in columns]]
-    of_block = target.plane_basis(basis.device)
-    if of_block is not None:
+    if (of_block := target.plane_basis(basis.device)) is not None:
         rest = torch.eye(head_dim - target.num_blocks * size, dtype=basis.dtype)
         ordered = ordered @ torch.block_diag(*[of_block.to(basis)] * target.num_blocks, rest).T
     return placed, ordered

@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ...models.encoding.kinds import needs_spacing
 from ...models.patched.vision_towers import Tower, find_towers
-from ...models.probing.module_inspection import takes
+from ...models.probing.module_inspection import replaced, takes
 from ...models.transformer.configuration_liere import pair
 
 
@@ -133,8 +133,7 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
         differences = places - places.unsqueeze(1) + torch.tensor(grid) - 1  # (N, N, A), from 0
         index = np.ravel_multi_index(differences.flatten(0, 1).T.numpy(), extents)
         # Smaller weights have inaccurate logarithms.
-        seen = weights.flatten(1) > 1e-30
-        ends = torch.stack([logits, -logits]).where(seen, -math.inf)  # (2, heads, N²)
+        ends = torch.stack([logits, -logits]).where(weights.flatten(1) > 1e-30, -math.inf)  # (2, heads, N²)
         index = torch.from_numpy(index).expand_as(ends)
         highest = ends.new_full((*ends.shape[:2], math.prod(extents)), -math.inf).scatter_reduce(2, index, ends, "amax")
         return highest.sum(0).clamp(min=0).amax(1, keepdim=True).T
@@ -145,8 +144,7 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
 def equal_patches(tower: Tower) -> torch.Tensor:
     """A random image or clip of the trained size with equal patches, from a fixed seed."""
     extent, grid = tower.patch_embedding.kernel_size, tower.train_grid
-    generator = torch.Generator().manual_seed(0)
-    patch = torch.randn(tower.patch_embedding.in_channels, *extent, generator=generator)
+    patch = torch.randn(tower.patch_embedding.in_channels, *extent, generator=torch.Generator().manual_seed(0))
     pixels = patch.repeat(1, *grid[-len(extent) :])
     return (pixels.transpose(0, 1) if len(extent) == 3 else pixels).unsqueeze(0)
 
@@ -233,29 +231,16 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | t
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put all modules into evaluation mode; restore the mode of each at the end."""
-    was_training = [module for module in model.modules() if module.training]
-    try:
+    with replaced("training", False, *model.modules()):
         model.eval()
         yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
-@contextmanager
-def eager_attention(tower: Tower) -> Iterator[None]:
+def eager_attention(tower: Tower) -> AbstractContextManager[None]:
     """Select eager attention, which returns its weights; restore the configured implementation at the end."""
     # A patched attention module's configuration is a view of another one.
-    configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
-    configs = {id(config): config for config in configs}.values()
-    implementations = [config._attn_implementation_internal for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = "eager"
-        yield
-    finally:
-        for config, implementation in zip(configs, implementations):
-            config._attn_implementation_internal = implementation
+    configs = (getattr(a.config, "base", a.config) for _, a in tower.attentions)
+    return replaced("_attn_implementation_internal", "eager", tower.module.config, *configs)
 
 
 def overlay(

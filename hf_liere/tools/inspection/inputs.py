@@ -185,11 +185,7 @@ def require_readable(path: Path) -> None:
 
 
 def read_file(
-    path: Path,
-    is_video: bool,
-    reader: FrameReader = COLOURS,
-    num_frames: int | None = None,
-    is_physical: bool = False,
+    path: Path, is_video: bool, reader: FrameReader = COLOURS, num_frames: int | None = None, is_physical: bool = False
 ) -> Sample:
     """
     A picture or clip, with all frames or the `num_frames` that an evaluation with one clip would choose; with

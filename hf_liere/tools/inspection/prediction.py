@@ -164,8 +164,7 @@ def _remarks(names: list[str], processor: object | None, unknown: list[str]) -> 
 def prepare(sample: Sample, preparation: Preparation, tower: Tower, processor: Any) -> dict[str, torch.Tensor]:
     """One image or clip as the processor prepares it for the model, a batch of one."""
     if processor is None:
-        size = tuple(black_input(tower).shape[-2:])
-        pixels = preparation.pixel_values([preparation.resize(sample, size)])
+        pixels = preparation.pixel_values([preparation.resize(sample, tuple(black_input(tower).shape[-2:]))])
         return {"pixel_values": pixels} | _place(sample, processor, pixels)
     pictures, options = preparation.pictures(sample), {}
     if preparation.num_frames is not None and preparation.num_channels == 1:

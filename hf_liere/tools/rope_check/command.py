@@ -127,8 +127,7 @@ def _draw_spectrum(rotation: Rotation) -> list[str]:
         step = max(1, math.ceil(len(own) / WIDTH))
         levels = [(math.log(rate) - low) / max(high - low, 1e-9) if rate > 0 else -1.0 for rate in own[::step]]
         bars = "".join(" " if level < 0 else BARS[round(level * (len(BARS) - 1))] for level in levels)
-        used = [rate for rate in own if rate > 0]
-        if used:
+        if used := [rate for rate in own if rate > 0]:
             longest, shortest = 2 * math.pi / min(used), 2 * math.pi / max(used)
             label = f"axis {axis} " if rotation.planes.num_axes > 1 else ""
             lines.append(f"{label}{bars} {shortest:.3g} … {longest:.3g} positions")
@@ -199,8 +198,7 @@ def check(path: str, model: str | None = None, **options: Any) -> tuple[str, boo
         vectors, _ = make_vectors(build_without_weights(model, **options))
     lines, results = [], check_file(path, vectors)
     for result in results:
-        state = "right" if result.is_right else "WRONG"
-        lines.append(f"{result.name}: {state} ({', '.join(result.compared)})")
+        lines.append(f"{result.name}: {'right' if result.is_right else 'WRONG'} ({', '.join(result.compared)})")
         if result.is_right:
             lines.append(f"  largest error {result.error:.1e} rad at {_show_position(result)}")
         lines += [f"  {text}" for text in _describe_causes(result, indent="  ")]

@@ -100,8 +100,7 @@ def _find_scaling(rotation: Rotation) -> Found:
 
 
 def _find_factor(rotation: Rotation) -> Found:
-    factor = rotation.planes.factor
-    if factor != 1:
+    if (factor := rotation.planes.factor) != 1:
         yield f"attention factor ignored ({factor:.4g})", rotation.with_planes(factor=1.0)
         yield f"attention factor applied twice ({factor:.4g})", rotation.with_planes(factor=factor**2)
 

@@ -48,8 +48,7 @@ def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
     with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         measurement = Measurement(_compare(found, copy.deepcopy(found.rope), torch.float32, others))
-        find_dependencies = _compare_images if found.reads_pixels else _compare_sequences
-        measurement.alarms = list(find_dependencies(found))
+        measurement.alarms = list((_compare_images if found.reads_pixels else _compare_sequences)(found))
         for name, rope, dtype, context in _convert(found.rope):
             with context:
                 try:
@@ -112,8 +111,7 @@ def _compare_sequences(found: FoundRotation) -> Iterator[str]:
             yield f"position {positions[token].tolist()} alone, as with a cache, gets another rotation"
             break
     read = positions[:, sorted(set(found.rotation.planes.axes))].unique(dim=0)
-    distinct = len(torch.cat(whole, 1).unique(dim=0))
-    if distinct < len(read):
+    if (distinct := len(torch.cat(whole, 1).unique(dim=0))) < len(read):
         yield f"{len(read) - distinct} of {len(read)} positions have the same rotation as another"
 
 
@@ -127,14 +125,14 @@ def find_cache_faults(model: PreTrainedModel) -> list[str]:
     if not model.can_generate() or "input_ids" not in forward_arguments(model):
         return []
     rotations: dict[str, tuple[torch.Tensor, ...]] = {}
-    handles = [
-        module.register_forward_hook(lambda _, __, output, name=name: rotations.update({name: output}))
-        for name, module in model.named_modules()
-        if frequency_buffers(module)
-    ]
     tokens = torch.arange(3, 3 + 2 * TOKENS, device=model.device).unsqueeze(0)  # (1, N)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if frequency_buffers(module):
+                    hooks.enter_context(
+                        module.register_forward_hook(lambda _, __, output, name=name: rotations.update({name: output}))
+                    )
             full = model(input_ids=tokens, use_cache=False).logits[:, -1].float()  # (1, vocabulary)
             wanted = dict(rotations)
             first = model(input_ids=tokens[:, :-1], use_cache=True)
@@ -142,9 +140,6 @@ def find_cache_faults(model: PreTrainedModel) -> list[str]:
             cached = model(input_ids=tokens[:, -1:], use_cache=True, **{name: first[name]}).logits[:, -1].float()
     except CALL_ERRORS as error:
         return [f"a pass with a cache fails: {str(error).splitlines()[0]}"]
-    finally:
-        for handle in handles:
-            handle.remove()
     faults = [
         f"{name} rotates the last token otherwise with a cache than in a full pass"
         for name, whole in wanted.items()

@@ -218,8 +218,7 @@ def _choose_spectrum(
             wanted, factor = compute_spectrum(law)
         except ValueError as error:
             return None, as_they_are, False, [f"{AS_THEY_ARE}: {error}"]
-        indices = match_spectrum(wanted, buffer)
-        if indices is not None:
+        if (indices := match_spectrum(wanted, buffer)) is not None:
             differs = asked is not None and abs(factor - layout.factor) > 1e-6 * factor
             return law, indices, differs, [remark] if remark else []
     unknown = [f"{AS_THEY_ARE}: they follow no formula known here"] if asked is None else []
@@ -301,8 +300,7 @@ def find_diffusion_rotations(name: str, with_weights: bool, revision: str | None
     assert content is not None, "a checkpoint of diffusers"
     # A pipeline lists the library and the class of each part.
     parts = {part: value[1] for part, value in content.items() if isinstance(value, list) and len(value) == 2}
-    classes = {"": content["_class_name"], **parts}
-    known = {part: kind for part, kind in classes.items() if kind in FAMILIES}
+    known = {part: kind for part, kind in {"": content["_class_name"], **parts}.items() if kind in FAMILIES}
     if not known:
         raise InputError(
             f"{name} contains the {content['_class_name']} of diffusers, and how it rotates is not known; accepted: "

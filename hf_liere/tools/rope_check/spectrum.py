@@ -46,8 +46,7 @@ def compute_spectrum(law: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
         if kind == "llama3":
             return _scale_llama3(plain, law), 1.0
         if kind == "longrope":
-            short = torch.tensor(law["short_factor"], dtype=torch.float64)  # (n,)
-            return plain / short, _attention_factor(law)
+            return plain / torch.tensor(law["short_factor"], dtype=torch.float64), _attention_factor(law)  # (n,)
         if kind == "yarn":
             return _scale_yarn(plain, law), _attention_factor(law)
     except KeyError as error:
@@ -81,8 +80,7 @@ def _scale_yarn(plain: torch.Tensor, law: Mapping[str, Any]) -> torch.Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * count - 1)
     # Models count a ramp of no length as one of a thousandth.
-    ramp = (torch.arange(count, dtype=torch.float64) - first) / ((last - first) or 1e-3)
-    divided = ramp.clamp(0, 1)  # (n,)
+    divided = ((torch.arange(count, dtype=torch.float64) - first) / ((last - first) or 1e-3)).clamp(0, 1)  # (n,)
     return plain * (1 - divided) + plain / law["factor"] * divided
 
 
