@@ -145,8 +145,10 @@ class Probe:
 
     def _call(self, form: "Form", turn: Turn, shared: "SharedStates", replace: Replacement | None) -> QueryKey | None:
         """Query and key that attention computes with for a few tokens, if it does; raises what it raises."""
-        modules = {} if replace is None else dict(self.filled.named_modules())
-        hooks = {name: partial(replace, name) for name in modules if name not in ("", self.inner_rope)}
+        hooks: dict[str, Callable] = {}
+        if replace is not None:
+            hooks = {name: partial(replace, name) for name, _ in self.filled.named_modules() if name}
+            hooks.pop(self.inner_rope or "", None)
         if self.inner_rope and not hasattr(self.tower.module, "rotary_encoding"):
             hooks[self.inner_rope] = lambda module, args, output: _like(turn, output)
         try:
