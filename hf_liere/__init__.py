@@ -2,7 +2,6 @@
 
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
-from .geometry import pose_attention  # noqa: F401 (registers an attention implementation)
 from .geometry.orientations import (
     matrix_to_rotation_vector,
     quaternion_to_rotation_vector,
@@ -10,8 +9,7 @@ from .geometry.orientations import (
     rotation_vector_to_quaternion,
 )
 from .geometry.pose_embedding import PoseEmbedding
-from .layer.embedding import LieRotaryEmbedding
-from .layer.grids import grid_positions
+from .layer.embedding import LieRotaryEmbedding, grid_positions
 from .libraries.diffusion_patch import set_frequency_schedule
 from .libraries.schedules import FrequencySchedule, ScheduleInput
 from .models.encoding.kinds import Convention

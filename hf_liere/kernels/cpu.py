@@ -212,8 +212,7 @@ def _empty(*shape: int) -> torch.Tensor:
 
 
 def _prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    kernels = library()
-    if kernels is not None and tensor.nbytes >= HUGE_BYTES:
+    if (kernels := library()) is not None and tensor.nbytes >= HUGE_BYTES:
         kernels.hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
     return tensor
 

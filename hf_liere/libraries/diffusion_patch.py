@@ -136,8 +136,7 @@ class DiffusionTower(LibraryTower):
         name, attention = self.attentions[layer]
         heads = attention.heads
         head_dim = getattr(attention, "head_dim", None) or attention.inner_dim // heads
-        key = getattr(attention, "to_k", None)
-        if key is not None and linear_layer(key).out_features != heads * head_dim:
+        if (key := getattr(attention, "to_k", None)) is not None and linear_layer(key).out_features != heads * head_dim:
             raise ValueError(
                 f"{name} has {heads} heads of {head_dim} channels, and keys of {linear_layer(key).out_features}: one "
                 "number of heads for queries and keys is needed."

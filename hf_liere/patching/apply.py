@@ -193,8 +193,7 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
     for patched in patches:
         patched.config = replace(patched.config, absolute_weight=weight)
     for module in model.modules():
-        described = getattr(getattr(module, "config", None), "rotary_patch", None)
-        if described is not None:
+        if (described := getattr(getattr(module, "config", None), "rotary_patch", None)) is not None:
             module.config.rotary_patch = {**described, "absolute_weight": weight}
 
 

@@ -11,8 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
 from hf_liere.tools.cli import main
-from hf_liere.tools.inspection.analysis import analyse
-from hf_liere.tools.inspection.comparison import compare
+from hf_liere.tools.inspection.analysis import analyse, compare
 
 
 NAMES = ("one", "other")

@@ -228,7 +228,7 @@ def test_what_the_command_refuses(tmp_path, capsys):
         ([str(tmp_path / "patched")], "has learned rotations: accepted are models with their own RoPE"),
         ([str(tmp_path / "vit")], "has no module with frequencies (inv_freq)"),
         ([str(tmp_path / "vit"), "--vectors", str(tmp_path / "out")], "has no rotation that can be written"),
-        (["--check", str(tmp_path / "empty.safetensors")], "accepted are files of safetensors"),
+        (["--check", str(tmp_path / "empty.safetensors")], "accepted: a file of safetensors"),
         (["a", "b", "--check", "c"], "--check takes at most one model"),
     ):
         assert main(["rope", *arguments]) == 1

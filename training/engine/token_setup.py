@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from hf_liere import LieRETokensConfig, PoseEmbedding
 from hf_liere.errors import InputError
-from hf_liere.geometry.pose_attention import POSE_ATTENTION
+from hf_liere.geometry.pose_embedding import POSE_ATTENTION
 from hf_liere.models.encoding.kinds import ENCODINGS
 from training.common.arguments import TokensModelArguments
 from training.data.tokens import TokenData, TokenTable

@@ -15,7 +15,7 @@ from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from hf_liere.geometry.pose_attention import POSE_ATTENTION
+from hf_liere.geometry.pose_embedding import POSE_ATTENTION
 from training.common.messages import reason
 from training.data.augmentation import IGNORED_LABEL, EpochSampler
 from training.engine.pushing import HubPushes

@@ -162,8 +162,9 @@ def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple
 def _propose_arguments(rope: nn.Module) -> Iterator[tuple[tuple, tuple[tuple[int, ...], ...]]]:
     """Arguments in the forms in which models pass positions, and shapes of tokens of which one must result."""
     if not takes(rope, "position_ids"):
-        patch = getattr(getattr(rope, "config", None), "patch_size", None)
-        if patch is not None and len(forward_arguments(rope)) == 1:
+        if (patch := getattr(getattr(rope, "config", None), "patch_size", None)) is not None and len(
+            forward_arguments(rope)
+        ) == 1:
             rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
             yield (torch.zeros(1, 3, 2 * rows, 3 * columns, dtype=torch.float32),), ((6,),)
         return

@@ -290,13 +290,12 @@ def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attention
     """Refuse modules that use cos and sin and pass them on: they would mistake the coordinates for cos and sin."""
     for name, module in modules.items():
         is_around = any(inner.startswith(f"{name}.") for inner, _ in attentions) and name.startswith(owner)
-        if is_around and takes(module, "position_embeddings"):
-            code = forward_code(module)
-            if code is not None and {"cos", "sin"} <= set(code.co_varnames):
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) rotates with cos and sin and passes them to a module inside "
-                    "that also takes them; accepted: models in which only one of the two does."
-                )
+        variables = getattr(forward_code(module), "co_varnames", ())
+        if is_around and takes(module, "position_embeddings") and {"cos", "sin"} <= set(variables):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) rotates with cos and sin and passes them to a module inside that "
+                "also takes them; accepted: models in which only one of the two does."
+            )
 
 
 def _refuse_unknown_axes(rope: nn.Module, name: str, attention: nn.Module) -> None:
@@ -338,8 +337,7 @@ def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type
         token = coordinates.abs().argmax(0, keepdim=True)  # (1, D)
         numbers = (sin / UNIT).gather(0, token) / coordinates.gather(0, token)
         numbers = numbers.round().long().squeeze(0) - 1  # (D,)
-        count = rope._buffers[buffer].numel()
-        if (numbers < 0).any() or (numbers >= count).any():
+        if (numbers < 0).any() or (numbers >= rope._buffers[buffer].numel()).any():
             raise refusal
         unchanged = replace_frequencies(rope, lambda values: values)
         output = type(unchanged).forward(unchanged, *arguments, **options)

@@ -1,9 +1,12 @@
-"""Attention maps, distances and relativity of any vision transformer that `find_towers` finds."""
+"""
+Attention maps, distances and relativity of any vision transformer that `find_towers` finds, and the change of its
+output when all patch coordinates move by a common offset.
+"""
 
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +19,11 @@ from ...models.encoding.kinds import needs_spacing
 from ...models.patched.vision_towers import Tower, find_towers
 from ...models.probing.module_inspection import replaced, takes
 from ...models.transformer.configuration_liere import pair
+from .encodings import rotary_encoding, step_sizes
+
+
+# Common offsets at which outputs are compared, in patches.
+OUTPUT_OFFSETS = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 class AttentionMaps(NamedTuple):
@@ -32,6 +40,17 @@ class AttentionMaps(NamedTuple):
     grid: tuple[int, ...]
     query: str
     per_head: torch.Tensor | None = None
+
+
+class OutputChange(NamedTuple):
+    """
+    Attributes:
+        offsets: (offsets,) in patches.
+        change: (offsets, images) ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖.
+    """
+
+    offsets: torch.Tensor
+    change: torch.Tensor
 
 
 def vision_tower(model: nn.Module) -> Tower:
@@ -226,6 +245,57 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | t
         return {}
     trained = pair("image_size", tower.module.config.image_size)
     return {} if tuple(pixel_values.shape[-2:]) == trained else {"interpolate_pos_encoding": True}
+
+
+@torch.no_grad()
+def output_change(
+    model: nn.Module,
+    pixel_values: torch.Tensor,
+    batch_size: int = 8,
+    *,
+    offsets: Sequence[float] = OUTPUT_OFFSETS,
+    progress: bool = False,
+) -> OutputChange:
+    """
+    The change of the output if all patch coordinates move by a common offset (ComRoPE §4.3.1, Fig. 5): ‖f(x; p + c) −
+    f(x; p)‖ / ‖f(x; p)‖, where f is the pooled output of the vision tower.
+
+    With a relative encoding, attention between patches does not change. Nor does the output, if class and register
+    tokens move too (`rotate_prefix`) or if there are none. Other sources of positions, such as a table, do not move, so
+    a change of 0 is a statement only about the rotations; see [`attention_relativity`] for the whole model.
+
+    Args:
+        offsets: The offsets c along every axis, in patches of the trained grid.
+
+    Raises:
+        ValueError: if the model has no rotations.
+    """
+    tower = vision_tower(model)
+    encoding = rotary_encoding(tower.module)
+    if encoding is None:
+        raise ValueError(f"{type(model).__name__} has no rotations; accepted are models with rotations of hf_liere.")
+    steps, offset = step_sizes(encoding), 0.0
+
+    def move(module: nn.Module, inputs: tuple, options: dict) -> tuple[tuple, dict]:
+        positions, *others = inputs
+        moved = positions.coordinates.clone()  # (N, A) or (B, N, A)
+        first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens
+        moved[..., first:, :] += offset * steps.to(moved)
+        return (positions._replace(moved), *others), options
+
+    pooled: dict[float, torch.Tensor] = {}
+    with encoding.register_forward_pre_hook(move, with_kwargs=True):
+        # The hook reads `offset`.
+        for offset in tqdm(dict.fromkeys((0.0, *offsets)), desc="offsets", disable=not progress):
+            outputs = []
+            for batch, options in input_batches(tower, pixel_values, batch_size):
+                output = tower.module(batch, **options)
+                found = getattr(output, "pooler_output", None)
+                outputs.append(output.last_hidden_state.flatten(1) if found is None else found)
+            pooled[offset] = torch.cat(outputs).float().cpu()  # (images, features)
+    reference = pooled[0.0]
+    changes = [(pooled[offset] - reference).norm(dim=1) / reference.norm(dim=1) for offset in offsets]
+    return OutputChange(torch.tensor(offsets), torch.stack(changes))
 
 
 @contextmanager

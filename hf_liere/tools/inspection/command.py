@@ -14,9 +14,8 @@ from ...models.patched.vision_towers import Tower
 from ...reading.clips import FrameReader
 from ...reading.files import unread
 from ...storage.targets import new_directory
-from .analysis import InspectedModel, analyse, find_transformer
+from .analysis import InspectedModel, analyse, compare, find_transformer
 from .attention import black_input, size_options
-from .comparison import compare
 from .inputs import InspectionError, Preparation, Sample, files_of, read_samples
 
 

@@ -17,10 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from .analysis import Analysis, InputAnalysis
-from .attention import overlay, patch_distances
+from .attention import OutputChange, overlay, patch_distances
 from .encodings import EncodingAnalysis, RelativityError
 from .inputs import spaced_indices
-from .output_change import OutputChange
 
 
 # For any colour vision: cividis for magnitudes, and maps with the page's colour at 0 for signed values.

@@ -13,8 +13,7 @@ import jinja2
 from ...models.encoding.kinds import CONVENTIONS, ENCODINGS
 from ...version import __version__
 from . import plots
-from .analysis import Analysis, InspectedModel
-from .comparison import Comparison
+from .analysis import Analysis, Comparison, InspectedModel
 
 
 # Facts that the sentence above the table states.
