@@ -72,7 +72,7 @@ bool with_small_blocks(const Shape& shape, Small small, Other other) {
 
 extern "C" {
 
-// Increase this, here and in cpu_interface.py, whenever arguments or block sizes change.
+// Increase this, here and in cpu_library.py, whenever arguments or block sizes change.
 int hf_liere_interface() { return 8; }
 
 // Page faults cost more than the writes to fresh memory.

@@ -8,7 +8,7 @@
 
 #include "matrix.h"
 
-// The same structures as in cpu_interface.py.
+// The same structures as in cpu_library.py.
 struct Sizes {
     // Of generators; a block is `size` × `size`.
     int64_t axes, groups, blocks, size;

@@ -7,7 +7,7 @@
 
 #include "matrix.h"
 
-// The same structures as in cpu_interface.py. Strides over samples, heads and tokens.
+// The same structures as in cpu_library.py. Strides over samples, heads and tokens.
 struct Strides {
     int64_t sample, head, token;
     int64_t offset(int64_t b, int64_t h, int64_t n) const { return b * sample + h * head + n * token; }

@@ -116,8 +116,7 @@ class SelfCheck:
             for inverse in (False, True):
                 found = _results(self._apply_rotation, given, rotation.to(case.device), inverse, samples=samples)
                 expected = apply_rotation(states, rotation.double(), inverse)
-                matrices = blocks.transpose(-1, -2) if inverse else blocks
-                sizes = multiply_blocks(absolute_states, matrices.abs())
+                sizes = multiply_blocks(absolute_states, (blocks.transpose(-1, -2) if inverse else blocks).abs())
                 for rotated, right, absolute in zip(found, expected, sizes):
                     # A float32 sum of n products has an error of at most n·ε times the sum of their absolute values.
                     # The result and a matrix are each rounded to the dtype, by ε/2; subnormal numbers err by more.

@@ -57,8 +57,7 @@ class LieRotaryEmbedding(rotary_embedding.LieRotaryEmbedding):
             ValueError: if the rotations cannot be found, with the reason, or the class refuses them.
         """
         key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        sizes = Sizes(num_heads, key_heads, head_dim, num_axes, num_layers)
-        planes, is_rounded = find_planes(module, sizes, pairing)
+        planes, is_rounded = find_planes(module, Sizes(num_heads, key_heads, head_dim, num_axes, num_layers), pairing)
         is_planar = position_encoding == "rope_mixed" or (position_encoding == "liere" and block_size == 2)
         return cls(
             num_heads,

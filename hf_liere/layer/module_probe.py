@@ -142,8 +142,7 @@ def _measure(steps: torch.Tensor, read: Reader, sizes: Sizes, pairing: Pairing) 
 def _to_float32(frequency: torch.Tensor, steps: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The float32 number near a frequency whose cos and sin at most steps have the measured bits."""
     nearest = frequency.float()  # (layers, heads, planes)
-    bits = nearest.view(torch.int32)
-    candidates = torch.stack([(bits + offset).view(torch.float32) for offset in NEIGHBOURS])
+    candidates = torch.stack([(nearest.view(torch.int32) + offset).view(torch.float32) for offset in NEIGHBOURS])
     candidates = candidates.where(nearest != 0, nearest)  # (neighbours, layers, heads, planes)
     angles = candidates.unsqueeze(-2) * steps.unsqueeze(-1)  # (neighbours, layers, heads, T, planes)
     same = ((angles.cos() == cos).float() + (angles.sin() == sin)).sum(-2)  # (neighbours, layers, heads, planes)
@@ -271,8 +270,7 @@ class _Call(NamedTuple):
             self.layout(states.expand(1, heads, *states.shape)).clone()
             for heads in (self.sizes.heads, self.sizes.key_heads)
         )
-        place = self.shape(positions.to(self.dtype))
-        result = _FORMS[self.form](copy_module(self.module, {}), query, key, place)
+        result = _FORMS[self.form](copy_module(self.module, {}), query, key, self.shape(positions.to(self.dtype)))
         rotated_query, rotated = result[:2] if self.form == "query and key" else (None, result)
         if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:
             return result
@@ -297,8 +295,7 @@ def _read_grid(module: Any, sizes: Sizes) -> tuple[list[float], Reader]:
 
     def read(positions: torch.Tensor, pairing: Pairing) -> Table:
         # A module without a shape of its own makes any.
-        width = 2 ** int(positions.max() + 1).bit_length()
-        shape = first if known else (width,) * sizes.axes
+        shape = first if known else (2 ** int(positions.max() + 1).bit_length(),) * sizes.axes
         if positions.max() >= min(4 * max(first), max(shape)):
             raise IndexError(f"{positions.max():g} is beyond a grid of {first}")
         places = torch.zeros(len(positions), dtype=torch.long)
@@ -360,11 +357,9 @@ def _pair_equal_columns(table: torch.Tensor, pairing: Pairing) -> Pairs:
     if pairing is None and (counts == 2).all():
         return tuple(sorted(map(tuple, group.argsort(stable=True).view(-1, 2).tolist())))
     # Planes of equal frequencies.
-    fitting = []
-    for name in STYLES if pairing is None else (pairing,):
-        pairs = channel_pairs(name, width, width // 2 if isinstance(name, str) else None)
-        if all(torch.equal(table[:, first], table[:, second]) for first, second in pairs):
-            fitting.append(pairs)
+    names = STYLES if pairing is None else (pairing,)
+    proposed = (channel_pairs(name, width, width // 2 if isinstance(name, str) else None) for name in names)
+    fitting = [pairs for pairs in proposed if all(torch.equal(table[:, c], table[:, d]) for c, d in pairs)]
     if len(fitting) != 1:
         raise NotARotation("which two channels a plane has does not follow from its cos and sin, pass pairing")
     return fitting[0]

@@ -124,8 +124,7 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
         )
     head_dim = next((getattr(attention, n) for n in ("head_dim", "attention_head_size") if hasattr(attention, n)), None)
     # One projection makes queries, keys and values.
-    width = widths.pop() // (3 if len(projections(attention)) == 1 else 1)
-    return heads, head_dim or width // heads
+    return heads, head_dim or widths.pop() // (3 if len(projections(attention)) == 1 else 1) // heads
 
 
 def projection_widths(attention: nn.Module, head_dim: int) -> tuple[int | None, list[int | None]]:

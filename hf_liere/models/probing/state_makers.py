@@ -152,8 +152,7 @@ class _Numbers:
             return torch.ones_like(output)
         start, shape = self.starts[key]
         numbers = torch.arange(start, start + output.numel(), device=output.device)
-        digits = numbers // BASE ** (self.digit - 1) % BASE
-        return -(digits + 1).to(output.dtype).view(shape)
+        return -(numbers // BASE ** (self.digit - 1) % BASE + 1).to(output.dtype).view(shape)
 
     def decode(self, states: torch.Tensor) -> tuple:
         """(1 + digits, H, N, planes, 2) states of all calls → the fields of a [`StateMaker`], for one part."""

@@ -258,12 +258,10 @@ def _assign_planes(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[in
     # Planes that may share blocks.
     groups: list[list[int]] = []
     for plane in (magnitudes > 0).nonzero().flatten().tolist():
-        for group in groups:
-            if not traits.proportional or _is_one(directions[:, group[0]] @ directions[:, plane]):
-                group.append(plane)
-                break
-        else:
-            groups.append([plane])
+        with_it = (g for g in groups if not traits.proportional or _is_one(directions[:, g[0]] @ directions[:, plane]))
+        if (group := next(with_it, None)) is None:
+            groups.append(group := [])
+        group.append(plane)
     # By group, the axis that its blocks must serve.
     served = [int(directions[:, group[0]].abs().argmax()) if traits.serves_one_axis else None for group in groups]
     oblique = [

@@ -290,8 +290,7 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     comparable = not isinstance(encoding, FoldedPlanes) or not start.any()
     if comparable and all(torch.equal(start, other) for other in starts):
         steps = step_sizes(encoding).view(-1, 1, 1)
-        distances = (matrices.flatten(-3).norm(dim=-1) * steps for matrices in (trained - start, start))
-        movement = Movement(*distances)
+        movement = Movement(*(matrices.flatten(-3).norm(dim=-1) * steps for matrices in (trained - start, start)))
     return Initialization(name, scale, std, edges, density, learned_density, distance, chance, movement)
 
 

@@ -166,8 +166,7 @@ def _find_sections(rotation: Rotation) -> Found:
 def _assign(rotation: Rotation, axes: tuple[int, ...], frequencies: tuple[int, ...]) -> Rotation:
     """With other axes, and the frequencies of these indices."""
     where = [rotation.frequency_of_plane.index(frequency) for frequency in frequencies]
-    values = rotation.frequencies[where]  # (planes,)
-    return rotation.turning_by(values, axes, frequency_of_plane=tuple(frequencies))
+    return rotation.turning_by(rotation.frequencies[where], axes, frequency_of_plane=tuple(frequencies))
 
 
 def _find_axes(rotation: Rotation) -> Found:
