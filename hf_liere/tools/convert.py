@@ -19,8 +19,7 @@ from ..storage.targets import new_directory
 from .conversion.base import ConversionError
 from .conversion.checkpoints import Conversion, convert_state_dict, require_source
 from .conversion.reading import json_beside, locate, read_checkpoint
-from .conversion.rebuilding import resize_input
-from .conversion.upgrades import upgrade_encoding
+from .conversion.upgrades import resize_input, upgrade_encoding
 from .hub.cards import render_card
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 

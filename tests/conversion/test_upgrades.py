@@ -11,7 +11,7 @@ from hf_liere import upgrade_encoding
 from hf_liere.models.encoding.kinds import ENCODINGS, encoding_of
 from hf_liere.tools.cli import main
 from hf_liere.tools.conversion.base import ConversionError
-from hf_liere.tools.conversion.rebuilding import LEARNED_ENCODINGS, resize_input
+from hf_liere.tools.conversion.upgrades import LEARNED_ENCODINGS, resize_input
 from hf_liere.tools.inspection.encodings import generator_matrices
 
 
