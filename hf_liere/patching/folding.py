@@ -83,8 +83,7 @@ def _fold_vision(tower: nn.Module, config: RotaryPatchConfig, grids: list[list[i
         config, patch.train_grid, encoding.num_layers, own.num_attention_heads, own.head_dim
     )
     device = next(tower.parameters()).device
-    places = {grid: place_grid(tower, grid, device, 1) for grid in map(tuple, config.folded_grids or [])}
-    rotations = {grid: encoding(positions) for grid, positions in places.items()}
+    rotations = {grid: encoding(place_grid(tower, grid, device, 1)) for grid in map(tuple, config.folded_grids or [])}
     tower.rotary_encoding = fold_encoding(encoding, rotary_config, rotations)
     if encoding.in_basis:
         for name, attention, basis in zip(patch.attention_names, patch.attentions(tower), encoding.bases()):
