@@ -133,9 +133,7 @@ class PoseEmbedding(nn.Module):
         self.pose_channels, self.rope_theta = head_dim - patch_channels, rope_theta
         self.rotary: LieRotaryEmbedding | None = None
         if patch_channels:
-            self.rotary = LieRotaryEmbedding(
-                1, patch_channels, num_axes=2, position_encoding="axial_rope", rope_theta=rope_theta
-            )
+            self.rotary = LieRotaryEmbedding(1, patch_channels, 2, "axial_rope", rope_theta=rope_theta)
 
     def frames(
         self,

@@ -266,10 +266,8 @@ class _Call(NamedTuple):
         (1, H, N, head_dim) rotated states of the key heads, or whatever else the module returns, for the (N, head_dim)
         states of every head.
         """
-        query, key = (
-            self.layout(states.expand(1, heads, *states.shape)).clone()
-            for heads in (self.sizes.heads, self.sizes.key_heads)
-        )
+        heads = self.sizes.heads, self.sizes.key_heads
+        query, key = (self.layout(states.expand(1, count, *states.shape)).clone() for count in heads)
         result = _FORMS[self.form](copy_module(self.module, {}), query, key, self.shape(positions.to(self.dtype)))
         rotated_query, rotated = result[:2] if self.form == "query and key" else (None, result)
         if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:

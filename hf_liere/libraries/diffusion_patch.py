@@ -162,10 +162,8 @@ class DiffusionTower(LibraryTower):
         else:
             assert family.example is not None, "a family with a rotary module"
             rope, device = getattr(model, family.rope), device_of(model)
-            arguments = {
-                name: value.to(device) if isinstance(value, torch.Tensor) else value
-                for name, value in family.example(model).items()
-            }
+            example = family.example(model)
+            arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in example.items()}
             with torch.no_grad():
                 turns = rope(**arguments)
                 coordinates = family.place(planes, turns, rope, **arguments)

@@ -78,10 +78,8 @@ def _fold_vision(tower: nn.Module, config: RotaryPatchConfig, grids: list[list[i
     patch, encoding = tower.rotary_patch, tower.rotary_encoding
     if needs_exponential(encoding.config):
         config = replace(config, folded_grids=[list(patch.train_grid)] if grids is None else grids)
-    own = encoding.config
-    rotary_config = make_tower_config(
-        config, patch.train_grid, encoding.num_layers, own.num_attention_heads, own.head_dim
-    )
+    heads, head_dim = encoding.config.num_attention_heads, encoding.config.head_dim
+    rotary_config = make_tower_config(config, patch.train_grid, encoding.num_layers, heads, head_dim)
     device = next(tower.parameters()).device
     rotations = {grid: encoding(place_grid(tower, grid, device, 1)) for grid in map(tuple, config.folded_grids or [])}
     tower.rotary_encoding = fold_encoding(encoding, rotary_config, rotations)
@@ -132,9 +130,8 @@ def _fold_blocks(tower: nn.Module, config: RotaryPatchConfig, grids: list[list[i
     places = _place(tower, grids) if needs_exponential(chosen.config) else {}
     if chosen.in_basis:
         _fold_makers(tower, {name: encoding.bases() for name, encoding in encodings.items()})
-    config = replace(
-        config, position_encoding=chosen.config.position_encoding, folded_grids=[list(grid) for grid in places]
-    )
+    kind = chosen.config.position_encoding
+    config = replace(config, position_encoding=kind, folded_grids=[list(grid) for grid in places])
     blocks.config = config
     for name, encoding in encodings.items():
         rotary = blocks.get_submodule(name)

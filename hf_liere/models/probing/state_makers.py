@@ -105,17 +105,14 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
         captured.append(states[: 1 if probe.layer in probe.tower.sources else 2])
         numbers.digit += 1
         numbers.calls.clear()
-    found: dict[tuple, list[tuple]] = {}
+    found: dict[tuple[str, int | None, bool, int], list[tuple]] = {}
     channels = torch.tensor(pairs, device="cpu")  # (planes, 2)
     for states in zip(*captured):
         # (1 + digits, H, N, planes, 2)
         with torch.device("cpu"):
             *made, places = numbers.decode(torch.stack([x[0][..., channels] for x in states]))
         found.setdefault(tuple(made), []).append(places)
-    makers = [
-        StateMaker(name, call, is_heads_first, width, tuple(parts))
-        for (name, call, is_heads_first, width), parts in found.items()
-    ]
+    makers = [StateMaker(*made, tuple(parts)) for made, parts in found.items()]
     if len({(maker.name, maker.call) for maker in makers}) < len(makers):
         raise numbers.refusal
     return makers

@@ -133,8 +133,7 @@ class LieRESource(Source):
         """The baselines: a learned table, or VisionLLaMA's frequencies e^(−4t), t from 0 to 1, for each axis."""
         encoding, is_used = self.options.position_encoding, bool(table.count_nonzero())
         require_one_of("position_encoding", encoding, (None, "absolute", "visionllama"))
-        if encoding is None:
-            encoding = "absolute" if is_used else "visionllama"
+        encoding = encoding or ("absolute" if is_used else "visionllama")
         if encoding == "absolute":
             self.fields["position_encoding"] = "absolute"
             return

@@ -86,13 +86,10 @@ class NaverSource(Source):
     def _set_axial(self) -> None:
         """Set rope_theta^(−4i/head_dim) for the planes of each half of a head, at the indices of patches."""
         self.require_planes()
-        if not 0 < self.options.rope_theta < math.inf:
-            raise ConversionError(f"rope_theta={self.options.rope_theta} must be positive and finite.")
-        self.fields |= {
-            "position_encoding": "axial_rope",
-            "rope_theta": self.options.rope_theta,
-            "coordinates": "index",
-        }
+        theta = self.options.rope_theta
+        if not 0 < theta < math.inf:
+            raise ConversionError(f"rope_theta={theta} must be positive and finite.")
+        self.fields |= {"position_encoding": "axial_rope", "rope_theta": theta, "coordinates": "index"}
         # Our heads begin with the planes of the rows, those of rope-vit with the planes of the columns.
         for key in [key for key in self.made if ".q_proj." in key or ".k_proj." in key]:
             halves = self.made[key].unflatten(0, (self.fields["num_attention_heads"], 2, -1))

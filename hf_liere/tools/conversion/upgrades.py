@@ -47,9 +47,7 @@ from .base import ConversionError, refusing, sizes
 
 
 # Blocks of three channels cannot contain the planes of another encoding.
-LEARNED_ENCODINGS = tuple(
-    name for name, traits in ENCODINGS.items() if traits.learned and traits.block_sizes is not TRIPLES
-)
+LEARNED_ENCODINGS = tuple(name for name, kind in ENCODINGS.items() if kind.learned and kind.block_sizes is not TRIPLES)
 Config = TypeVar("Config", bound=LieREConfig)
 
 

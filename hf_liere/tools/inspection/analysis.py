@@ -156,12 +156,8 @@ class InspectedModel:
         """For each image, its name and the most probable classes at each size; empty for models without classes."""
         measured = [entry.probabilities for entry in self.analysis.inputs if entry.probabilities is not None]
         names = self.analysis.model["classes"]
-        by_image = zip(self.sources, *measured)
-        return [
-            [source, *(", ".join(map(str, likeliest(each, names, CLASSES_SHOWN))) for each in sizes)]
-            for source, *sizes in by_image
-            if sizes
-        ]
+        shown = [[", ".join(map(str, likeliest(each, names, CLASSES_SHOWN))) for each in size] for size in measured]
+        return [list(row) for row in zip(self.sources, *shown)] if shown else []
 
 
 def analyse(

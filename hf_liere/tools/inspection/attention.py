@@ -63,12 +63,7 @@ def vision_tower(model: nn.Module) -> Tower:
 
 
 def attention_maps(
-    model: nn.Module,
-    pixel_values: torch.Tensor,
-    batch_size: int = 8,
-    *,
-    per_head: bool = False,
-    progress: bool = False,
+    model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, per_head: bool = False, progress: bool = False
 ) -> AttentionMaps:
     """
     Attention of one query to all patches in every layer (LieRE App. G). The query is the class token; if the model

@@ -150,10 +150,8 @@ def _remarks(names: list[str], processor: object | None, unknown: list[str]) -> 
     if names == [f"LABEL_{index}" for index in range(len(names))]:
         remarks.append("The checkpoint does not name its classes (id2label): labels are numbers.")
     if processor is None:
-        remarks.append(
-            "The checkpoint has no readable processor: inputs are resized to the trained size and pixels "
-            "scaled to −1 … 1, as for ViT."
-        )
+        scaled = "inputs are resized to the trained size and pixels scaled to −1 … 1, as for ViT."
+        remarks.append(f"The checkpoint has no readable processor: {scaled}")
     if unknown:
         remarks.append(
             f"The checkpoint does not say how its volumes were turned; {', '.join(unknown)} is read in {ORIENTATION}+."

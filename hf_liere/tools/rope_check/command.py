@@ -31,11 +31,10 @@ WIDTH = 32
 def _describe_model(name: str, with_weights: bool, **options: Any) -> str:
     """Describes what a model rotates and what is wrong with it on this machine."""
     try:
-        model = (
-            load_checkpoint(name, dtype="auto", **options)[0]
-            if with_weights
-            else build_without_weights(name, **options)
-        )
+        if with_weights:
+            model, _ = load_checkpoint(name, dtype="auto", **options)
+        else:
+            model = build_without_weights(name, **options)
     except DiffusersCheckpointError:
         lines = []
         for part in find_diffusion_rotations(name, with_weights, options.get("revision")):

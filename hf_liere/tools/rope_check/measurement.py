@@ -54,9 +54,8 @@ def measure(found: FoundRotation, others: dict | None = None) -> Measurement:
                 try:
                     measurement.conversions[name] = _compare(found, rope, dtype, others)
                 except CALL_ERRORS as error:
-                    measurement.conversions[name] = Diagnosis(
-                        found.rotation.name, is_right=False, remarks=[f"fails: {error}".splitlines()[0]]
-                    )
+                    failure = [f"fails: {error}".splitlines()[0]]
+                    measurement.conversions[name] = Diagnosis(found.rotation.name, is_right=False, remarks=failure)
     return measurement
 
 

@@ -23,17 +23,11 @@ FORMAT, VERSION = "hf-liere-rope", "1"
 
 def write_vectors(path: str | os.PathLike, model: str, vectors: Sequence[Vectors]) -> None:
     """Write the vectors of a model's rotations. Raises `FileExistsError` if `path` exists."""
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": model,
-        "rotations": json.dumps([part.rotation.describe() for part in vectors]),
-    }
-    tensors = {
-        f"{part.rotation.name}/{name}": value.contiguous()
-        for part in vectors
-        for name, value in part.describe().items()
-    }
+    described = json.dumps([part.rotation.describe() for part in vectors])
+    metadata = {"format": FORMAT, "version": VERSION, "model": model, "rotations": described}
+    tensors: dict[str, torch.Tensor] = {}
+    for part in vectors:
+        tensors |= {f"{part.rotation.name}/{name}": value.contiguous() for name, value in part.describe().items()}
     with new_file(path) as partial:
         save_file(tensors, partial, metadata)
 
