@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 
@@ -14,7 +15,7 @@ from checkout import ROOT
 from hub_fixtures import hub, storage  # noqa: F401 (fixtures)
 
 import hf_liere
-from hf_liere.models.fast.dispatch import ask_backend
+from hf_liere.models.fast.dispatch import as_on_accelerators, ask_backend
 
 
 SHARED = ROOT.parent / "shared"
@@ -64,14 +65,15 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="module", params=["compiled", "plain"])
-def both_paths(request):
-    """On CPUs, by the compiled kernels and by plain operations."""
+@pytest.fixture(scope="module", params=["compiled", "plain", "accelerator"])
+def every_path(request):
+    """On CPUs, by the compiled kernels, by plain operations, and by those of accelerators."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_LIERE_CPU_KERNELS", str(int(request.param == "compiled")))
         if request.param == "compiled":
             request.getfixturevalue("compiled_kernels")
-        yield
+        with as_on_accelerators() if request.param == "accelerator" else contextlib.nullcontext():
+            yield
 
 
 @pytest.fixture

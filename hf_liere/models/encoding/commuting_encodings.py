@@ -8,7 +8,8 @@ from transformers.utils.generic import maybe_autocast
 
 from ..fast.closed_forms import cos_sin
 from ..fast.differentiation import in_forward_mode
-from ..fast.dispatch import working_dtype
+from ..fast.dispatch import layers_at_once, working_dtype
+from ..fast.rotation_gradients import outer_products_of_layers
 from ..rotation.bases import eigenbasis, skew_from_planes
 from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
@@ -181,14 +182,23 @@ class ComRoPEAxialPartition(EncodingInBasis):
             multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
             multipliers = multipliers[:, layers]  # (A, layers, H, blocks)
             coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
-            phases, cos_sins = [], []
-            for layer_multipliers, layer_frequencies in zip(multipliers.unbind(1), frequencies):
-                phase = (coordinates @ layer_multipliers.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
-                angles = (phase.unsqueeze(-1) * layer_frequencies).flatten(-2)  # (B, N, H, planes)
-                cos_sins.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
-                phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
-        basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
-        rotations = [PlaneRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
+            basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
+            phases, cos_sins, outer = [], [], []
+            step = layers_at_once(device, len(generators))
+            for chosen, *parts in zip(generators.split(step), multipliers.split(step, 1), frequencies.split(step)):
+                some_multipliers, some_frequencies = parts
+                phase = coordinates @ some_multipliers.flatten(1)  # (B · N, layers · H · blocks)
+                phase = phase.unflatten(1, some_multipliers.shape[1:]).unflatten(0, (*batch, tokens))
+                phase = phase.movedim(2, 0)  # (layers, B, N, H, blocks)
+                angles = (phase.unsqueeze(-1) * some_frequencies[:, None, None]).flatten(
+                    -2
+                )  # (layers, B, N, H, planes)
+                cos_sins.extend(cos_sin(angles, self.rotation_dtype).transpose(2, 3).unbind())
+                phase = phase.transpose(2, 3).to(self.rotation_dtype)  # (layers, B, H, N, blocks)
+                phases.extend(phase.detach().unbind())
+                outer.extend(outer_products_of_layers(phase, chosen))
+        layers_of = zip(cos_sins, basis, generators, phases, outer)
+        rotations = [PlaneRotation(*layer, outer=products) for *layer, products in layers_of]
         return self.repeat_for_layers(rotations)
 
     def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,8 +232,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         generators = skew(self.generators[layers].to(dtype), self.block_size)  # (layers, heads, blocks, b, b)
         basis = eigenbasis(generators.detach())
         generators = basis.transpose(-1, -2) @ generators @ basis
-        planes = range(0, self.block_size - 1, 2)
-        return basis, generators, torch.stack([generators[..., plane + 1, plane] for plane in planes], dim=-1)
+        return basis, generators, generators[..., 1::2, ::2].diagonal(dim1=-2, dim2=-1)
 
 
 @ENCODINGS.offer("comrope_ld")

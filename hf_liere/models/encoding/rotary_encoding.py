@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from ..fast.closed_forms import CLOSED_FORMS, plane_rotations
+from ..fast.closed_forms import CLOSED_FORMS, layer_plane_rotations
 from ..fast.dispatch import working_dtype
 from ..fast.scaling_and_squaring import Rays
 from ..rotation.exponential import layer_block_rotations, skew
@@ -121,12 +121,9 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
     def planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
         """cos and sin of (A, layers, heads, planes) frequencies: (1 or B, heads, N, planes, 2) for every layer."""
         coordinates, heads = self.working_coordinates(positions), frequencies.shape[2]
-        # The angles of one layer fit into a core's cache.
-        angles = (
-            plane_rotations(coordinates, layer, self.rotation_dtype).transpose(0, 1)  # (B · N, H · planes, 2)
-            for layer in frequencies.flatten(2).unbind(1)
-        )
-        return [self.to_tokens(layer, positions, heads) for layer in angles]
+        # (B · N, H · planes, 2) per layer
+        rotations = layer_plane_rotations(coordinates, frequencies.flatten(2), self.rotation_dtype)
+        return [self.to_tokens(layer, positions, heads) for layer in rotations]
 
     def axis_planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
         """As [`planes`], for every axis alone, factor after factor of a product: (1 or B, heads, N, A · planes, 2)."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from transformers.utils.generic import maybe_autocast
 
+from .dispatch import layers_at_once
+
 
 # Block size → (positions, generators, dtype) → rotations, see `quaternions`; the code of a checkpoint may have none.
 CLOSED_FORMS: dict[int, Callable[..., torch.Tensor] | None] = {3: None, 4: None}
@@ -27,6 +29,22 @@ def plane_rotations(
     """
     with maybe_autocast(positions.device.type, enabled=False):
         return cos_sin(positions @ frequencies.to(positions.dtype), dtype).transpose(0, 1)
+
+
+def layer_plane_rotations(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """
+    [`plane_rotations`] of (A, G, K) frequencies: (P, K, 2) cos and sin for each of the G layers, as many layers at a time
+    as suits the device.
+    """
+    rotations: list[torch.Tensor] = []
+    with maybe_autocast(positions.device.type, enabled=False):
+        for part in frequencies.split(layers_at_once(positions.device, frequencies.shape[1]), dim=1):
+            angles = positions @ part.flatten(1).to(positions.dtype)  # (P, layers · K)
+            angles = angles.unflatten(1, part.shape[1:]).transpose(0, 1)  # (layers, P, K)
+            rotations.extend(cos_sin(angles, dtype).unbind())
+    return rotations
 
 
 def cos_sin(angles: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -31,6 +31,9 @@ plain_functions: dict[Callable, Callable] = {}
 _BACKENDS: dict[str, ModuleType] = {}
 # Cases that a backend takes. Refusals are not kept: one that is due to a CUDA graph capture ends with the capture.
 _accepted: set[tuple] = set()
+# Device types on which layers are computed one after the other: CPUs, whose caches are small and whose calls are cheap,
+# and those without float64, which need the fewest squarings that values allow.
+_one_by_one = {"cpu", "meta", "mps"}
 _backends_are_off = contextvars.ContextVar("_backends_are_off", default=False)
 
 
@@ -94,6 +97,35 @@ def plain_operations() -> Iterator[None]:
         yield
     finally:
         _backends_are_off.reset(token)
+
+
+@functools.lru_cache(maxsize=256)
+def device_constant(values: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers on a device, copied there once: the capture of a CUDA graph allows no copy. For use inside operators."""
+    # Training cannot use tensors that inference mode made.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+def batches_layers(device: torch.device) -> bool:
+    """Whether all layers are computed in one batch: on accelerators, where a launch costs more than a product."""
+    return device.type not in _one_by_one
+
+
+def layers_at_once(device: torch.device, num_layers: int) -> int:
+    """How many layers are computed together: all on accelerators; on CPUs one, which fits into a core's cache."""
+    return num_layers if batches_layers(device) else 1
+
+
+@contextlib.contextmanager
+def as_on_accelerators() -> Iterator[None]:
+    """Compute on CPUs as on accelerators inside this context, in all threads, to see there what runs on a GPU."""
+    _one_by_one.discard("cpu")
+    try:
+        with plain_operations():
+            yield
+    finally:
+        _one_by_one.add("cpu")
 
 
 def find_backend(

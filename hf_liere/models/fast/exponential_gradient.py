@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from .dispatch import find_backend, operator
+from .dispatch import device_constant, find_backend, operator
 from .scaling_and_squaring import (
     SAVE_INTERVAL,
     RayTokens,
@@ -33,6 +33,7 @@ from .scaling_and_squaring import (
 MOST_MOMENT_AXES = 3
 # Elements that are processed at a time, to limit memory.
 SLICE_ELEMENTS = 1 << 22
+MOMENT_ELEMENTS = 1 << 24
 # Of the operators of the rotations and of their gradients.
 ARGUMENTS = (
     "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? grid, SymInt num_prefix_tokens, bool centred"
@@ -201,12 +202,17 @@ def product_indices(axes: int, degree: int) -> list[list[int]]:
     ]
 
 
+@functools.cache
+def _upper_places(size: int) -> tuple[int, ...]:
+    """Indices of the upper triangle of a flattened matrix."""
+    return tuple(row * size + column for row, column in itertools.combinations(range(size), 2))
+
+
 def upper_entries(matrices: torch.Tensor) -> torch.Tensor:
     """(…, b(b−1)/2) upper triangles of M − Mᵀ, row by row, for (…, b, b) matrices M."""
     size = matrices.shape[-1]
-    row, column = torch.triu_indices(size, size, offset=1, device=matrices.device)
-    flat = matrices.flatten(-2)
-    return flat[..., row * size + column] - flat[..., column * size + row]
+    entries = device_constant(_upper_places(size), torch.long, matrices.device)  # (b(b−1)/2,)
+    return (matrices - matrices.mT).flatten(-2).index_select(-1, entries)
 
 
 def gradients_by_token(
@@ -225,21 +231,28 @@ def gradients_by_token(
         (tokens, A) in the type of the coordinates and (A, G, K, b, b) in the type of the tangents.
     """
     axes, groups, blocks, size, _ = generators.shape
-    flat = generators.to(coordinates.dtype).flatten(2)
+    flat = generators.to(coordinates.dtype).flatten(1)  # (A, G·K·b²)
     row, column = torch.triu_indices(size, size, offset=1, device=generators.device)
     coordinates_gradient = torch.zeros_like(coordinates)
-    generators_gradient = tangents.new_zeros(axes, groups, blocks * size**2)
-    step = max(1, SLICE_ELEMENTS // (blocks * size**2))
-    for group, start in itertools.product(range(groups), range(0, len(coordinates), step)):
+    generators_gradient = tangents.new_zeros(flat.shape)
+    step = max(1, SLICE_ELEMENTS // flat.shape[1])
+    for start in range(0, len(coordinates), step):
         tokens = slice(start, start + step)
-        matrices = tangents.new_zeros(len(coordinates[tokens]), blocks, size, size)
-        matrices[..., row, column] = tangents[group, tokens].unflatten(-1, (blocks, -1))
-        exponents = (coordinates[tokens] @ flat[:, group]).view(-1, size, size)
-        change = derivative(exponents.to(tangents.dtype), matrices.flatten(0, 1), largest_norm(axes))
-        change = change.view(-1, blocks * size**2)
-        coordinates_gradient[tokens] += change.to(coordinates.dtype) @ flat[:, group].T
-        generators_gradient[:, group] += coordinates[tokens].T.to(change.dtype) @ change
+        matrices = tangents.new_zeros(len(coordinates[tokens]), groups, blocks, size, size)
+        matrices[..., row, column] = tangents[:, tokens].transpose(0, 1).unflatten(-1, (blocks, -1))
+        exponents = (coordinates[tokens] @ flat).view(-1, size, size)
+        change = derivative(exponents.to(tangents.dtype), matrices.flatten(0, 2), largest_norm(axes))
+        change = change.view(-1, flat.shape[1])  # (tokens, G·K·b²)
+        coordinates_gradient[tokens] = change.to(coordinates.dtype) @ flat.T
+        generators_gradient += coordinates[tokens].T.to(change.dtype) @ change
     return coordinates_gradient, generators_gradient.view(generators.shape)
+
+
+def moments_are_fewer(positions: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether [`gradient_by_moments`] has fewer monomials than (P, A) positions have tokens, for tangents in `dtype`."""
+    axes = positions.shape[1]
+    degrees = len(derivative_coefficients(largest_norm(axes), dtype))
+    return axes <= MOST_MOMENT_AXES and math.comb(degrees + axes, axes) - 1 < len(positions)
 
 
 def gradient_by_moments(coordinates: torch.Tensor, generators: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
@@ -251,10 +264,11 @@ def gradient_by_moments(coordinates: torch.Tensor, generators: torch.Tensor, tan
     axes, groups, blocks, size, _ = generators.shape
     coefficients = derivative_coefficients(largest_norm(axes), tangents.dtype)
     degrees = range(1, len(coefficients) + 1)
-    powers = torch.tensor([powers for degree in degrees for powers in _powers(axes, degree)], device=generators.device)
+    monomials = tuple(powers for degree in degrees for powers in _powers(axes, degree))
     # Powers of coordinates of at most 1 do not overflow.
     largest = torch.cat([coordinates.new_zeros(1, axes), coordinates]).abs().amax(0)
-    scales = torch.where(largest > 0, largest, 1.0)
+    scales = largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    powers = device_constant(monomials, torch.long, scales.device)  # (monomials, A)
     weights = (coordinates / scales).unsqueeze(1).pow(powers).prod(-1).to(tangents.dtype)  # (tokens, monomials)
     moments = torch.matmul(0.5 * weights.T, tangents)  # (G, monomials, K·b(b−1)/2)
     scales = scales.view(-1, 1, 1, 1, 1)
@@ -265,7 +279,7 @@ def gradient_by_moments(coordinates: torch.Tensor, generators: torch.Tensor, tan
         return backend.moments_gradient(scaled, moments, coefficients, indices) * scales
     scaled = scaled.flatten(1, 2)
     moments = moments.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
-    step = max(1, SLICE_ELEMENTS // (moments.shape[1] * size**2))
+    step = max(1, MOMENT_ELEMENTS // (moments.shape[1] * size**2))
     parts = [
         _apply_polynomials(scaled[:, block : block + step], moments[block : block + step], coefficients)
         for block in range(0, groups * blocks, step)

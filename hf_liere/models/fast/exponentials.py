@@ -2,8 +2,9 @@
 
 import torch
 
+from .batched_exponential import batched_rotations
 from .closed_forms import CLOSED_FORMS
-from .dispatch import carry_tangents, in_portable_graph, operator, values_are_unknown
+from .dispatch import batches_layers, carry_tangents, in_portable_graph, operator, values_are_unknown
 from .exponential_gradient import ARGUMENTS, block_rotations_backward, ray_tokens
 from .scaling_and_squaring import (
     Rays,
@@ -31,6 +32,9 @@ def exponentiate(
         return list(rotate(positions, generators, dtype))
     if in_portable_graph() or carry_tangents(positions, generators):
         return portable_rotations(positions, generators, dtype)
+    # The squarings that suffice for all tokens cost five digits, which only float32 results from float64 can spare.
+    if batches_layers(positions.device) and positions.dtype == torch.float64 != dtype:
+        return list(batched_rotations(positions, generators, dtype))
     grid, num_prefix_tokens, centred = rays or (None, 0, False)
     squarings, saved = _squarings(positions.detach(), generators.detach()), 0
     if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):

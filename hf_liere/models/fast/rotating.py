@@ -4,7 +4,7 @@ import torch
 
 from .application import apply_rotation, drop_empty_key, match_layout, restore_empty_key
 from .dispatch import carry_tangents, in_portable_graph, operator
-from .rotation_gradients import rotate_backward
+from .rotation_gradients import collects_outer_products, rotate_backward
 
 
 def rotate(query, key, rotation, generators=None, phases=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,8 @@ def _states_gradients(ctx, *gradients):
         return _rotate(*gradients, *rotation, not ctx.inverse)
     if ctx.inverse:
         raise NotImplementedError("Inverse rotations have no gradient of the rotation.")
-    return rotate_backward(*gradients, query, key, *rotation)
+    found = rotate_backward(*gradients, query, key, *rotation)
+    return (*found[:2], None, found[3]) if collects_outer_products(*rotation[1:]) else found
 
 
 @operator(

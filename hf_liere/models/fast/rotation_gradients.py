@@ -1,16 +1,23 @@
 """Gradients of applied rotations: of queries, keys, angles, blocks and commuting generators."""
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from .application import apply_rotation, block_rows, drop_empty_key, match_layout, restore_empty_key
-from .dispatch import find_backend, operator
+from .dispatch import batches_layers, find_backend, in_portable_graph, operator
 
 
 # Up to this block size one product gathers the parts of all pairs of planes; above it, indexing costs less.
 GATHERED_SIZE = 16
+# Outer products of all layers that are kept until the end of the backward pass, 64 MiB.
+KEPT_ELEMENTS = 1 << 24
 
 
 def _like_inputs(query_gradient, key_gradient, query, key, rotation, generators, phases):
+    if collects_outer_products(generators, phases):
+        return query_gradient, key_gradient, rotation.new_empty(0), generators
     return query_gradient, key_gradient, rotation, rotation.new_empty(0) if generators is None else generators
 
 
@@ -22,17 +29,25 @@ def _like_inputs(query_gradient, key_gradient, query, key, rotation, generators,
 def rotate_backward(query_gradient, key_gradient, query, key, rotation, generators, phases):
     """
     Gradients of query, key, rotation, and of the generators if given; `query` and `key` are the rotated ones. Cos and
-    sin get the gradient of the angles.
+    sin get the gradient of the angles, or none where [`outer_products_of_layers`] are given as generators.
     """
     like = _like_inputs(query_gradient, key_gradient, query, key, rotation, generators, phases)
     pairs = drop_empty_key(query_gradient, key_gradient), drop_empty_key(query, key)
-    if generators is not None:
+    if collects_outer_products(generators, phases):
+        generators_gradient = outer_products(*pairs, generators.shape[:4], generators.shape[-1])
+        *rotated_back, rotation_gradient = *apply_rotation(pairs[0], rotation, inverse=True), like[2]
+    elif generators is not None:
         *rotated_back, rotation_gradient, generators_gradient = commuting_backward(*pairs, rotation, generators, phases)
     else:
         backward, generators_gradient = planes_backward if rotation.ndim == 5 else blocks_backward, like[-1]
         *rotated_back, rotation_gradient = backward(*pairs, rotation)
     rotated_back = restore_empty_key(tuple(rotated_back), key_gradient)
     return match_layout((*rotated_back, rotation_gradient, generators_gradient), like)
+
+
+def collects_outer_products(generators: torch.Tensor | None, phases: torch.Tensor | None) -> bool:
+    """Whether generators stand for [`outer_products_of_layers`]."""
+    return generators is not None and phases is None
 
 
 def blocks_backward(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -58,7 +73,7 @@ def commuting_backward(
         frequencies = _plane_frequencies(generators)
         *found, a, b, c, d = backend.commuting_backward(gradients, rotated, cos_sin, frequencies, phases)
         *rotated_back, cos_sin_gradient = found
-        generators_gradient = _join_parts(a, b, c, d, size)
+        generators_gradient = _join_parts(torch.cat([a, c], -1), torch.cat([b, d], -1), size)
     else:
         outer = outer_products(gradients, rotated, phases.shape, size)
         by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
@@ -136,39 +151,106 @@ def eigen_gradients(
     """
     size = generators.shape[-1]
     planes = size // 2
+    pairs = planes * (planes - 1) // 2
     if size <= GATHERED_SIZE:
         # The parts are linear in the blocks: one product for all of them.
-        every = torch.eye(size**2, dtype=outer.dtype, device=outer.device).view(-1, size, size)
+        gather, scatter = _part_maps(size, outer.dtype, outer.device)
         # Tokens come before heads in memory.
-        parts = (outer.transpose(1, 2).flatten(-2) @ torch.cat(_plane_parts(every), dim=-1)).transpose(1, 2)
-        pairs = planes * (planes - 1) // 2
-        angles_gradient, a, b, c, d = parts.split([planes, pairs, pairs, pairs, pairs], dim=-1)
+        parts = (outer.transpose(1, 2).flatten(-2) @ gather).transpose(1, 2)
     else:
-        angles_gradient, a, b, c, d = _plane_parts(outer)
-    frequencies = _plane_frequencies(generators).to(phases.dtype)
+        parts = torch.cat(_plane_parts(outer), dim=-1)
+    angles_gradient, real, imaginary = parts.split([planes, 2 * pairs, 2 * pairs], dim=-1)
+    frequencies = _plane_frequencies(generators).to(phases.dtype)  # (1 or H, blocks, b/2)
     j, k = torch.triu_indices(planes, planes, offset=1, device=outer.device)
+    first, second = frequencies[..., j], frequencies[..., k]
+    differences = torch.cat([first - second, first + second], dim=-1)  # (1 or H, blocks, 2 · pairs)
     phases = phases.unsqueeze(-1)
+    half = phases * (differences / 2).unsqueeze(-3)  # (1 or B, 1 or H, N, blocks, 2 · pairs)
+    cos, sin = half.cos(), half.sin()
+    length = phases * (sin / half).masked_fill_(half == 0, 1)
+    cos, sin = cos * length, sin * length
+    sums = [(real * cos + imaginary * sin).sum((0, 2)), (imaginary * cos - real * sin).sum((0, 2))]
+    if size <= GATHERED_SIZE:
+        gradient = (torch.cat(sums, dim=-1) @ scatter).unflatten(-1, (size, size))
+    else:
+        gradient = _join_parts(*sums, size)
+    return angles_gradient, gradient.to(generators.dtype)
 
-    def integrate(real, imaginary, frequency):
-        half = phases * (frequency / 2).unsqueeze(-3)
-        cos, sin = half.cos(), half.sin()
-        length = phases * torch.where(half == 0, 1, sin / half)
-        cos, sin = cos * length, sin * length
-        return (real * cos + imaginary * sin).sum((0, 2)), (imaginary * cos - real * sin).sum((0, 2))
 
-    a, b = integrate(a, b, frequencies[..., j] - frequencies[..., k])
-    c, d = integrate(c, d, frequencies[..., j] + frequencies[..., k])
-    return angles_gradient, _join_parts(a, b, c, d, size).to(generators.dtype)
+@functools.lru_cache(maxsize=64)
+def _part_maps(size: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`_plane_parts`] as a (b², b/2 + 4 · pairs) matrix, and [`_join_parts`] as a (4 · pairs, b²) matrix."""
+    pairs = (size // 2) * (size // 2 - 1) // 2
+    # Training cannot use tensors that inference mode made.
+    with torch.inference_mode(False):
+        every_entry = torch.eye(size**2, dtype=dtype, device=device).view(-1, size, size)
+        every_part = torch.eye(4 * pairs, dtype=dtype, device=device)
+        joined = _join_parts(*every_part.split([2 * pairs, 2 * pairs], dim=-1), size)
+        return torch.cat(_plane_parts(every_entry), dim=-1), joined.flatten(-2)
+
+
+def outer_products_of_layers(phases: torch.Tensor, generators: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """
+    For every layer a stand-in for Σ g rᵀ of every token: where queries and keys are rotated, it takes these products as
+    its gradient, and returns the gradients of phases and generators of all layers together. `None` for every layer
+    without gradients, on devices that compute layers one by one, and for products that are too large to be kept.
+
+    Args:
+        phases: (layers, 1 or B, 1 or H, N, blocks).
+        generators: (layers, 1 or H, blocks, b, b), UᵀSU.
+
+    Returns:
+        (1 or B, 1 or H, N, blocks, b, b) for each layer.
+    """
+    needs_gradient = torch.is_grad_enabled() and (phases.requires_grad or generators.requires_grad)
+    kept = phases.numel() * generators.shape[-1] ** 2 <= KEPT_ELEMENTS
+    if not (needs_gradient and kept and batches_layers(phases.device)) or in_portable_graph():
+        return [None] * len(phases)
+    return _outer_products_of_layers(phases, generators).unbind()
+
+
+def _stand_in(phases, generators):
+    """Of the shape of all products, in the memory of one number."""
+    return phases.new_zeros(1).expand(*phases.shape, *generators.shape[-2:])
+
+
+@operator(
+    "(Tensor phases, Tensor generators) -> Tensor",
+    fake=_stand_in,
+    gradients=lambda ctx, outer: integrate_layers(*ctx.saved_tensors, outer),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+def _outer_products_of_layers(phases, generators):
+    return _stand_in(phases, generators)
+
+
+@operator(
+    "(Tensor phases, Tensor generators, Tensor outer) -> (Tensor, Tensor)",
+    fake=lambda phases, generators, outer: tuple(torch.empty_like(x).contiguous() for x in (phases, generators)),
+)
+def integrate_layers(phases, generators, outer):
+    """Gradients of phases and UᵀSU of all layers, from Σ g rᵀ."""
+    layers, heads = phases.shape[0], phases.shape[2]
+    every_outer, every_phase = (x.transpose(0, 1).flatten(1, 2) for x in (outer, phases))  # (B, layers · H, N, …)
+    every_generator = generators.flatten(0, 1)
+    by_angle, gradient = eigen_gradients(every_outer, every_generator, every_phase)
+    # α = s μ
+    by_phase = (by_angle * _plane_frequencies(every_generator).unsqueeze(-3)).sum(-1)  # (B, layers · H, N, blocks)
+    by_frequency = (by_angle * every_phase.unsqueeze(-1)).sum((0, 2))  # (layers · H, blocks, b/2)
+    _plane_frequencies(gradient).add_(by_frequency)
+    by_phase = by_phase.unflatten(1, (layers, heads)).transpose(0, 1)
+    return by_phase.to(phases.dtype).contiguous(), gradient.view_as(generators).contiguous()
 
 
 def _plane_frequencies(generators: torch.Tensor) -> torch.Tensor:
-    """(…, b/2) frequencies of the planes of (…, b, b) UᵀSU."""
-    return torch.stack([generators[..., j + 1, j] for j in range(0, generators.shape[-1], 2)], dim=-1)
+    """(…, b/2) frequencies of the planes of (…, b, b) UᵀSU, in their memory."""
+    return generators[..., 1::2, ::2].diagonal(dim1=-2, dim2=-1)
 
 
-def _join_parts(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, size: int) -> torch.Tensor:
-    """(1 or H, blocks, b, b) gradient of UᵀSU from integrals of the [`_plane_parts`], (1 or H, blocks, pairs) each."""
+def _join_parts(real: torch.Tensor, imaginary: torch.Tensor, size: int) -> torch.Tensor:
+    """(…, b, b) gradient of UᵀSU from integrals of the [`_plane_parts`] a and c, b and d, (…, 2 · pairs) each."""
     planes = size // 2
+    (a, c), (b, d) = real.chunk(2, dim=-1), imaginary.chunk(2, dim=-1)
     j, k = torch.triu_indices(planes, planes, offset=1, device=a.device)
     # `_plane_parts` gives twice a, b, c and d, and the gradient is half of the skew-symmetric matrix made of them.
     blocks = torch.stack([torch.stack([a + c, d - b], -1), torch.stack([b + d, a - c], -1)], -2) / 4
@@ -181,7 +263,7 @@ def _join_parts(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tens
 def _plane_parts(matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     Parts of M − Mᵀ for (…, b, b) matrices M: the one within each plane, (…, b/2), and for the block of every pair of
-    planes j < k twice the a, b, c and d of aI + bJ + cK + dL, K = diag(1, −1), L = [[0, 1], [1, 0]], (…, pairs) each.
+    planes j < k twice the a, c, b and d of aI + bJ + cK + dL, K = diag(1, −1), L = [[0, 1], [1, 0]], (…, pairs) each.
     """
     planes = matrices.shape[-1] // 2
     skew = matrices - matrices.transpose(-1, -2)
@@ -195,7 +277,7 @@ def _plane_parts(matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (
         within,
         upper_left + lower_right,
-        lower_left - upper_right,
         upper_left - lower_right,
+        lower_left - upper_right,
         upper_right + lower_left,
     )

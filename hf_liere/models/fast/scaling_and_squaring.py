@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .dispatch import find_backend
+from .dispatch import device_constant, find_backend
 
 
 # Largest spectral norm for which POLYNOMIAL is the exponential.
@@ -234,7 +234,8 @@ def ray_rotations(
         if spare.shape != exponents.shape:
             memory, spare = memory.new_empty(9, *exponents.shape), spare.new_empty(exponents.shape)
         # exp(2⁻ˢX), s squarings, then its multiples along each ray.
-        square, other = _exponential(exponents.to(memory.dtype), memory).to(spare.dtype), spare
+        memory[0] = exponents
+        square, other = exponential_within(memory).to(spare.dtype), spare
         for squaring in range(chunk.squarings):
             if squaring % SAVE_INTERVAL == 0 and squares is not None:
                 saved = square.view(-1, blocks, size, size).to(squares.dtype)
@@ -282,28 +283,27 @@ def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int
     return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
 
 
-def _exponential(exponents: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """
-    [`POLYNOMIAL`] of (n, b, b) exponents, without squarings. `memory`, (9, n, b, b), is overwritten if given, and the
-    result is a part of it.
-    """
-    if memory is None:
-        second = torch.bmm(exponents, exponents)
-        third = torch.bmm(second, exponents)
-        powers = torch.stack([exponents, second, third, torch.bmm(third, third)])  # (4, n, b, b)
-        coefficients = powers.new_tensor(POLYNOMIAL)
-        identity = torch.eye(exponents.shape[-1], dtype=exponents.dtype, device=exponents.device)
-        combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *exponents.shape)
-        b1, b2, b3, b4, b5 = combinations + coefficients[:, 0].view(5, 1, 1, 1) * identity
-        product = torch.baddbmm(b4, b1, b5)
-        return torch.baddbmm(b2, b3 + product, product)
+def _exponential(exponents: torch.Tensor) -> torch.Tensor:
+    """[`POLYNOMIAL`] of (n, b, b) exponents, without squarings."""
+    second = torch.bmm(exponents, exponents)
+    third = torch.bmm(second, exponents)
+    powers = torch.stack([exponents, second, third, torch.bmm(third, third)])  # (4, n, b, b)
+    coefficients = powers.new_tensor(POLYNOMIAL)
+    identity = torch.eye(exponents.shape[-1], dtype=exponents.dtype, device=exponents.device)
+    combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *exponents.shape)
+    b1, b2, b3, b4, b5 = combinations + coefficients[:, 0].view(5, 1, 1, 1) * identity
+    product = torch.baddbmm(b4, b1, b5)
+    return torch.baddbmm(b2, b3 + product, product)
+
+
+def exponential_within(memory: torch.Tensor) -> torch.Tensor:
+    """As [`_exponential`], of the first (n, b, b) of `memory`, (9, n, b, b), of which the result is another part."""
     powers, combinations = memory[:4], memory[4:]
     first, second, third, sixth = powers
-    first.copy_(exponents)
     torch.bmm(first, first, out=second)
     torch.bmm(second, first, out=third)
     torch.bmm(third, third, out=sixth)
-    coefficients = powers.new_tensor(POLYNOMIAL)
+    coefficients = device_constant(POLYNOMIAL, powers.dtype, powers.device)
     torch.mm(coefficients[:, 1:], powers.flatten(1), out=combinations.flatten(1))
     combinations.diagonal(dim1=-2, dim2=-1).add_(coefficients[:, 0].view(5, 1, 1))
     b1, b2, b3, b4, b5 = combinations

@@ -54,9 +54,10 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
         kernel = torch.nn.functional.normalize((kernel * phase).real, dim=-1)
         basis = torch.cat([basis, kernel.unsqueeze(-1)], dim=-1)
     # Rounding mixes the vectors of nearly opposite frequencies; Newton's iteration makes them orthonormal again.
+    flat = basis.flatten(0, -3)
     for _ in range(4):
-        gram = basis.transpose(-1, -2) @ basis
-        basis = 1.5 * basis - 0.5 * (basis @ gram)
+        flat = torch.baddbmm(flat, flat, flat.mT @ flat, beta=1.5, alpha=-0.5)
+    basis = flat.view_as(basis)
     identity = torch.eye(size, dtype=basis.dtype, device=basis.device)
     return torch.where(norms > 0, basis, identity).to(generators)
 

@@ -31,6 +31,8 @@ class PlaneRotation(NamedTuple):
         generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` if not needed.
         phases: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
         inner: (A − 1, 1 or H, blocks, b, b) U_(a+1)ᵀ U_a of a product; `None` for one factor.
+        outer: (1 or B, 1 or H, N, blocks, b, b) of [`outer_products_of_layers`], which then has the gradients of cos and
+            sin and of `generators`; or `None`.
     """
 
     cos_sin: torch.Tensor
@@ -38,6 +40,7 @@ class PlaneRotation(NamedTuple):
     generators: torch.Tensor | None = None
     phases: torch.Tensor | None = None
     inner: torch.Tensor | None = None
+    outer: torch.Tensor | None = None
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -59,6 +62,8 @@ class PlaneRotation(NamedTuple):
         return query, key
 
     def _rotate_planes(self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor):
+        if self.outer is not None:
+            return rotate(query, key, cos_sin, self.outer)
         return rotate(query, key, cos_sin, self.generators, self.phases)
 
     def _factors(self) -> tuple[torch.Tensor, ...]:
@@ -93,7 +98,8 @@ class PlaneRotation(NamedTuple):
 
     def to(self, *args, **kwargs) -> "PlaneRotation":
         """A copy whose tensors are converted by `torch.Tensor.to`."""
-        return type(self)(*(None if tensor is None else tensor.to(*args, **kwargs) for tensor in self))
+        tensors = self._replace(outer=None)
+        return type(self)(*(None if tensor is None else tensor.to(*args, **kwargs) for tensor in tensors))
 
     def select(self, kept: torch.Tensor) -> "PlaneRotation":
         """The rotations of the tokens (B, kept) of every sample."""
@@ -114,7 +120,7 @@ class PlaneRotation(NamedTuple):
         """The rotations of consecutive groups of tokens, of these lengths."""
         phases = [None] * len(lengths) if self.phases is None else self.phases.split(lengths, dim=2)
         parts = zip(self.cos_sin.split(lengths, dim=2), phases)
-        return [self._replace(cos_sin=cos_sin, phases=phase) for cos_sin, phase in parts]
+        return [self._replace(cos_sin=cos_sin, phases=phase, outer=None) for cos_sin, phase in parts]
 
     def num_planes(self) -> int:
         """Planes of a head that are rotated elementwise, without matrix products."""
@@ -138,7 +144,7 @@ class PlaneRotation(NamedTuple):
 
     def _map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PlaneRotation":
         phases = None if self.phases is None else change(self.phases)
-        return self._replace(cos_sin=change(self.cos_sin), phases=phases)
+        return self._replace(cos_sin=change(self.cos_sin), phases=phases, outer=None)
 
 
 class BlockRotation(NamedTuple):

@@ -68,7 +68,7 @@ def logits(rotary, query, key, positions):
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
-def test_logits_do_not_change_with_the_frame(dtype, fields, both_paths):
+def test_logits_do_not_change_with_the_frame(dtype, fields, every_path):
     """p → G·p, by positions in float64, which are not rounded, and by those of the layer's type."""
     rotary, (turned, positions) = build(**fields), orientations()
     query, key = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM)
@@ -83,7 +83,7 @@ def test_logits_do_not_change_with_the_frame(dtype, fields, both_paths):
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
-def test_rotations_are_representations(dtype, fields, both_paths):
+def test_rotations_are_representations(dtype, fields, every_path):
     """R(p)R(q) = R(pq), so R(p)ᵀR(q) = R(p⁻¹q); a full turn is none; those of the layer are the reference's."""
     rotary, (turned, positions) = build(**fields), orientations()
 

@@ -9,7 +9,7 @@ from hf_liere.models.fast.scaling_and_squaring import largest_norm
 from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
-pytestmark = pytest.mark.usefixtures("both_paths")
+pytestmark = pytest.mark.usefixtures("every_path")
 
 
 def relative_error(positions, entries, block_size):

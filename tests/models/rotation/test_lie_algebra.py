@@ -10,7 +10,7 @@ from hf_liere.models.fast.dispatch import working_dtype
 from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
-pytestmark = pytest.mark.usefixtures("both_paths")
+pytestmark = pytest.mark.usefixtures("every_path")
 
 
 def exponents(positions, generators):

@@ -21,7 +21,7 @@ from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.models.rotation.rotation import PlaneRotation
 
 
-pytestmark = pytest.mark.usefixtures("both_paths")
+pytestmark = pytest.mark.usefixtures("every_path")
 
 
 def generators_of(seed, count, size, kind, scale):

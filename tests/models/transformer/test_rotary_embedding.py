@@ -66,11 +66,11 @@ CASES = pairwise(
 
 
 @pytest.mark.parametrize(
-    "encoding, axes, key_heads, shared_positions, both_paths",
+    "encoding, axes, key_heads, shared_positions, every_path",
     [(*case, *others) for case, *others in CASES],
-    indirect=["both_paths"],
+    indirect=["every_path"],
 )
-def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions, both_paths):
+def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions, every_path):
     rotary = perturb(build(encoding, axes, num_key_value_heads=key_heads))
     # Negative and between grid points.
     positions = 3 * torch.randn(*(() if shared_positions else (3,)), 5, axes, dtype=torch.float64)
@@ -176,7 +176,7 @@ def test_moved_grids_in_a_graph(encoding, fresh_compiler):
     torch.testing.assert_close(compiled(states, moved), exact, atol=1e-5, rtol=0)
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("every_path")
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_no_samples_no_tokens_and_one(encoding):
     rotary = build(encoding, num_layers=2)
@@ -202,7 +202,7 @@ def test_no_samples_no_tokens_and_one(encoding):
             assert all(parameter.grad is None or not parameter.grad.any() for parameter in rotary.parameters())
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("every_path")
 def test_layers_whose_rotations_are_one_block_do_not_share_it():
     rotary = LieRotaryEmbedding(1, 8, 2, "liere", 8, num_layers=2)
     first, second = rotary.rotations(torch.rand(1, 2))
