@@ -81,7 +81,20 @@ def block_rotations(
     squares: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """As [`scaling_and_squaring.ray_rotations`]; float32 results from float64 or float32 products, as the positions."""
+    """
+    exp(Σ_a p_a A_a) of every token, in float32, by float64 or float32 products, as the positions.
+
+    Args:
+        positions: (P, A), of P tokens.
+        generators: (A, G, K, b, b), of G layers and K blocks.
+        rays: The tokens at positions other than zero, or those that the others mirror.
+        squarings: (rays,), how often each ray's first rotation is squared.
+        squares: (G, saved, K, b, b) for every `SAVE_INTERVAL`-th square, those of a ray from `first_square` on; it is
+            overwritten. `None` saves nothing.
+
+    Returns:
+        For each of the G layers (P, K, b, b).
+    """
     if positions.dtype not in (torch.float64, torch.float32):
         raise ValueError(f"Positions in {positions.dtype}; accepted are torch.float64 and torch.float32.")
     axes, groups, blocks, size, _ = generators.shape
@@ -104,7 +117,11 @@ def block_rotations(
 def block_tangents(
     rotations: Tensors, gradients: Tensors, rays: RayTokens, squarings: torch.Tensor, squares: torch.Tensor
 ) -> torch.Tensor:
-    """As [`exponential_gradient.ray_tangents`]."""
+    """
+    Gradients of the tangents of the scaled exponents, from the results and gradients of [`block_rotations`]: (G, rays,
+    K·b(b−1)/2) [`exponential_gradient.upper_entries`] of M, whose skew part is the gradient. Those of R(−p) = R(p)ᵀ are
+    transposed and added to those of R(p).
+    """
     _, blocks, size, _ = rotations[0].shape
     rotations, gradients = (tuple(x.to(torch.float32).contiguous() for x in pair) for pair in (rotations, gradients))
     structure = _rays(rays, squarings, squares, len(rotations[0]))

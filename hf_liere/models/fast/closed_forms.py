@@ -35,8 +35,8 @@ def layer_plane_rotations(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """
-    [`plane_rotations`] of (A, G, K) frequencies: (P, K, 2) cos and sin for each of the G layers, as many layers at a time
-    as suits the device.
+    [`plane_rotations`] of (A, G, K) frequencies, with all layers at a time or with one, as suits the device: (P, K, 2)
+    cos and sin for each of the G layers.
     """
     rotations: list[torch.Tensor] = []
     with maybe_autocast(positions.device.type, enabled=False):

@@ -4,7 +4,8 @@ The gradient of the rotations of dense blocks.
 A change of X = Σ_a p_a A_a has the tangent R⁻¹ dR = φ(ad X) dX with φ(z) = (1 − e⁻ᶻ)/z and ad X: W ↦ XW − WX (Hall
 2015, theorem 5.4), exact at zero and at repeated eigenvalues. The backward pass applies the adjoint to W, the skew part
 of Rᵀ dL/dR: with X = 2ˢY it is φ(−ad Y) Π_{j<s} ½(1 + e^(2ʲ ad Y)). The exponentials conjugate W with the squares that
-led to R, of which every `SAVE_INTERVAL`-th is saved. A polynomial computes φ(−z) = (eᶻ − 1)/z.
+led to R: plain operations compute them again, kernels save every `SAVE_INTERVAL`-th. A polynomial computes φ(−z) =
+(eᶻ − 1)/z.
 """
 
 import functools
@@ -15,17 +16,13 @@ import torch
 
 from .dispatch import device_constant, find_backend, operator
 from .scaling_and_squaring import (
-    SAVE_INTERVAL,
-    RayTokens,
+    Results,
+    batch_tangents,
     find_exponential_backend,
-    first_square,
     largest_norm,
     num_saved,
-    ray_rotations,
     ray_squarings,
     ray_tokens,
-    rotation_of_step,
-    split_rays,
 )
 
 
@@ -50,19 +47,21 @@ def block_rotations_backward(
 ):
     """Gradients of positions, zeros unless they are needed, and of generators."""
     *rotations, squares = results
+    size, most = generators.shape[-1], int(squarings.max()) if len(squarings) else 0
+    backend = find_exponential_backend("block_tangents", positions, generators, size, squares.dtype)
+    if backend is None:
+        return batched_rotations_backward(positions, generators, rotations, gradients, most, needs_positions)
     rays = ray_tokens(grid, num_prefix_tokens, centred, len(positions))
     squarings = ray_squarings(rays.indices, squarings)
     offsets = num_saved(squarings).cumsum(0)
     if len(squarings) and int(offsets[-1]) > squares.shape[1]:
         # In a graph there was not enough room.
         squares = squares.new_empty(squares.shape[0], int(offsets[-1]), *squares.shape[2:])
-        ray_rotations(positions, generators, rays, squarings, squares, squares.dtype, (positions.dtype,) * 2)
+        backend.block_rotations(positions, generators, rays, squarings, squares, squares.dtype)
     first = rays.indices[:, 0].to(positions.device)
     scales = torch.ldexp(torch.ones_like(squarings, dtype=positions.dtype), -squarings).to(positions.device)
     coordinates = positions[first] * scales.unsqueeze(-1)  # (rays, A)
-    backend = find_exponential_backend("block_tangents", positions, generators, generators.shape[-1], squares.dtype)
-    find_tangents = backend.block_tangents if backend else ray_tangents
-    entries = find_tangents(rotations, gradients, rays, squarings, squares)  # (G, rays, K·b(b−1)/2)
+    entries = backend.block_tangents(rotations, gradients, rays, squarings, squares)  # (G, rays, K·b(b−1)/2)
     positions_gradient = torch.zeros_like(positions).contiguous()
     if needs_positions or positions.shape[1] > MOST_MOMENT_AXES:
         coordinates_gradient, generators_gradient = gradients_by_token(coordinates, generators, entries)
@@ -73,79 +72,27 @@ def block_rotations_backward(
     return positions_gradient, generators_gradient.to(generators.dtype).contiguous()
 
 
-def ray_tangents(
-    rotations: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    rays: RayTokens,
-    squarings: torch.Tensor,
-    squares: torch.Tensor,
-) -> torch.Tensor:
-    """
-    Gradients of the tangents of the scaled exponents, from the results and gradients of [`ray_rotations`]:
-    (G, rays, K·b(b−1)/2) [`upper_entries`] of M, whose skew part is the gradient. Those of R(−p) = R(p)ᵀ are transposed
-    and added to those of R(p).
-    """
-    blocks, size = rotations[0].shape[1], rotations[0].shape[-1]
-    entries = squares.new_empty(len(rotations), len(squarings), blocks * (size * (size - 1) // 2))
-    places = first_square(squarings).to(squares.device)
-    chunks = split_rays(rays.indices, squarings, blocks * size**2, squares.device)
-    for group, chunk in itertools.product(range(len(rotations)), chunks):
-        chosen = [rotations[group].index_select(0, multiple) for multiple in chunk.multiples]
-        tangents = []
-        for rotation, multiple in zip(chosen, chunk.multiples):
-            gradient = gradients[group].index_select(0, multiple)
-            if rays.mirror >= 0:
-                gradient += gradients[group].index_select(0, rays.mirror - multiple).transpose(-1, -2)
-            tangents.append(rotation.transpose(-1, -2) @ gradient)
-        step = rotation_of_step(chosen[0], chunk, rays.step)
-        tangents = _tangent_of_first(chosen[0], step, tangents).flatten(0, 1)
-        for squaring in range(0, chunk.squarings, SAVE_INTERVAL):
-            square = squares[group].index_select(0, places[chunk.rays] + squaring // SAVE_INTERVAL).flatten(0, 1)
-            tangents = _conjugate(tangents, square, min(SAVE_INTERVAL, chunk.squarings - squaring))
-        # The scaled exponents contain the factors ½ of the squarings.
-        entries[group].index_copy_(0, chunk.rays, upper_entries(tangents.view(chosen[0].shape)).flatten(1))
-    return entries
-
-
-def _tangent_of_first(first: torch.Tensor, step: torch.Tensor, tangents: list[torch.Tensor]) -> torch.Tensor:
-    """
-    The gradient of a tangent Ω of R, R → R(1 + Ω), from the gradients Wₖ = (Rᵏ)ᵀ dL/d(Rᵏ) of tangents of R, R², …:
-    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule. For R, R³, … the sums over pairs of j are those of R² and Wₖ + R Wₖ R⁻¹.
-
-    Args:
-        first: (rays, K, b, b), R.
-        step: R, or (rays with several multiples, K, b, b) R².
-        tangents: (rays, K, b, b) for each multiple, of the rays that are long enough; overwritten.
-    """
-    tail = total = tangents[-1]
-    for multiple in range(len(tangents) - 2, -1, -1):
-        tangent, longer = tangents[multiple], slice(len(tail))
-        tangent[longer] += tail
-        is_pair = multiple == 0 and step is not first
-        conjugated = _rotate_tangents((first if is_pair else step)[longer], total)
-        tail, total = tangent, tangent.clone()
-        total[longer] += conjugated
-        if is_pair:
-            total[longer] += _rotate_tangents(first[longer], conjugated)
-    return total
-
-
-def _rotate_tangents(rotations: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
-    """R W R⁻¹; (rays, K, b, b)."""
-    return rotations @ tangents @ rotations.transpose(-1, -2)
-
-
-def _conjugate(tangents: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:
-    """Π_{j<s} (1 + e^(2ʲ ad Z)) W for the square e^Z; (n, b, b)."""
-    size = tangents.shape[-1]
-    # The next square and the first half of the conjugation are one product, as wide products are more efficient.
-    both = torch.cat([square, tangents], dim=-1)  # (n, b, 2b)
-    for _ in range(squarings):
-        square, tangents = both.split(size, dim=-1)
-        both = torch.bmm(square, both)
-        half = both[..., size:]
-        half.copy_(torch.baddbmm(tangents, half, square.transpose(-1, -2)))
-    return both[..., size:]
+def batched_rotations_backward(
+    positions: torch.Tensor,
+    generators: torch.Tensor,
+    rotations: Results,
+    gradients: Results,
+    squarings: int,
+    needs_positions: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As [`block_rotations_backward`], by plain operations with one number of squarings and without stored squares."""
+    _, groups, blocks, size, _ = generators.shape
+    entries = rotations[0].new_empty(groups, len(positions), blocks * (size * (size - 1) // 2))
+    for batch, tangents in batch_tangents(positions, generators, squarings, rotations, gradients):
+        entries[batch.layers, batch.tokens] = upper_entries(tangents).flatten(2).transpose(0, 1)
+    scale = 2.0**-squarings
+    positions_gradient = torch.zeros_like(positions).contiguous()
+    if needs_positions or not moments_are_fewer(positions, entries.dtype):
+        scaled_gradient, generators_gradient = gradients_by_token(positions * scale, generators, entries)
+        positions_gradient.add_(scaled_gradient, alpha=scale)
+    else:
+        generators_gradient = gradient_by_moments(positions * scale, generators, entries)
+    return positions_gradient, generators_gradient.to(generators.dtype).contiguous()
 
 
 @functools.cache
@@ -249,7 +196,7 @@ def gradients_by_token(
 
 
 def moments_are_fewer(positions: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether [`gradient_by_moments`] has fewer monomials than (P, A) positions have tokens, for tangents in `dtype`."""
+    """Whether there are fewer monomials in [`gradient_by_moments`] than (P, A) positions; tangents are in `dtype`."""
     axes = positions.shape[1]
     degrees = len(derivative_coefficients(largest_norm(axes), dtype))
     return axes <= MOST_MOMENT_AXES and math.comb(degrees + axes, axes) - 1 < len(positions)

@@ -2,19 +2,21 @@
 
 import torch
 
-from .batched_exponential import batched_rotations
 from .closed_forms import CLOSED_FORMS
 from .dispatch import batches_layers, carry_tangents, in_portable_graph, operator, values_are_unknown
-from .exponential_gradient import ARGUMENTS, block_rotations_backward, ray_tokens
+from .exponential_gradient import ARGUMENTS, batched_rotations_backward, block_rotations_backward
 from .scaling_and_squaring import (
+    PORTABLE_SQUARINGS,
     Rays,
+    batch_rotations,
+    find_exponential_backend,
     largest_norm,
     norm_bounds,
     num_saved,
     portable_rotations,
-    product_dtypes,
-    ray_rotations,
+    product_dtype,
     ray_squarings,
+    ray_tokens,
 )
 
 
@@ -32,9 +34,9 @@ def exponentiate(
         return list(rotate(positions, generators, dtype))
     if in_portable_graph() or carry_tangents(positions, generators):
         return portable_rotations(positions, generators, dtype)
-    # The squarings that suffice for all tokens cost five digits, which only float32 results from float64 can spare.
+    # The squarings that suffice for all norms cost five digits, which only float32 results from float64 can spare.
     if batches_layers(positions.device) and positions.dtype == torch.float64 != dtype:
-        return list(batched_rotations(positions, generators, dtype))
+        return list(_batched_rotations(positions, generators, dtype).unbind())
     grid, num_prefix_tokens, centred = rays or (None, 0, False)
     squarings, saved = _squarings(positions.detach(), generators.detach()), 0
     if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):
@@ -88,9 +90,43 @@ def _gradients(ctx, *gradients):
 )
 def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, centred, saved, dtype, query_dtype):
     """G rotations (P, K, b, b), and squares for the backward pass (G, `saved`, K, b, b) if there is room for all."""
-    rays = ray_tokens(grid, num_prefix_tokens, centred, len(positions))
-    dtypes = product_dtypes(positions, squarings, query_dtype)
-    squarings = ray_squarings(rays.indices, squarings)  # (rays,)
     squares = positions.new_empty(generators.shape[1], saved, *generators.shape[2:], dtype=dtype)
-    room = squares if 0 < saved >= int(num_saved(squarings).sum()) else None
-    return [*ray_rotations(positions, generators, rays, squarings, room, dtype, dtypes), squares]
+    if backend := find_exponential_backend("block_rotations", positions, generators, generators.shape[-1], dtype):
+        rays = ray_tokens(grid, num_prefix_tokens, centred, len(positions))
+        positions = positions.to(product_dtype(positions, squarings, query_dtype))
+        squarings = ray_squarings(rays.indices, squarings)  # (rays,)
+        room = squares if 0 < saved >= int(num_saved(squarings).sum()) else None
+        return [*backend.block_rotations(positions, generators, rays, squarings, room, dtype), squares]
+    rotations = [positions.new_empty(len(positions), *generators.shape[2:], dtype=dtype) for _ in squares]
+    for batch, found in batch_rotations(positions, generators, int(squarings.max()) if len(squarings) else 0):
+        for layer, of_layer in zip(rotations[batch.layers], found.unbind(1)):
+            layer[batch.tokens] = of_layer
+    return [*rotations, squares]
+
+
+def _fake_batched(positions, generators, dtype):
+    return positions.new_empty(generators.shape[1], positions.shape[0], *generators.shape[2:], dtype=dtype)
+
+
+@operator(
+    "(Tensor positions, Tensor generators, ScalarType dtype) -> Tensor",
+    fake=_fake_batched,
+    gradients=lambda ctx, gradient: _batched_backward(*ctx.saved_tensors, gradient, ctx.needs_input_grad[0]),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2], output),
+)
+def _batched_rotations(positions, generators, dtype):
+    """(G, P, K, b, b), with a number of squarings that no value decides, so that the host reads none."""
+    rotations = _fake_batched(positions, generators, dtype)
+    for batch, found in batch_rotations(positions, generators, PORTABLE_SQUARINGS[positions.dtype]):
+        rotations[batch.layers, batch.tokens] = found.transpose(0, 1)
+    return rotations
+
+
+@operator(
+    "(Tensor positions, Tensor generators, Tensor rotations, Tensor gradient, bool needs_positions) "
+    "-> (Tensor, Tensor)",
+    fake=lambda positions, generators, *_: tuple(torch.empty_like(x).contiguous() for x in (positions, generators)),
+)
+def _batched_backward(positions, generators, rotations, gradient, needs_positions):
+    squarings = PORTABLE_SQUARINGS[positions.dtype]
+    return batched_rotations_backward(positions, generators, rotations, gradient, squarings, needs_positions)

@@ -6,15 +6,17 @@ scaled exponent and s squarings.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .dispatch import device_constant, find_backend
+from .dispatch import batches_layers, device_constant, find_backend, layers_at_once
 
 
+# (P, K, b, b) of every layer: one tensor, or a list.
+Results = torch.Tensor | list[torch.Tensor]
 # Largest spectral norm for which POLYNOMIAL is the exponential.
 POLYNOMIAL_NORM = 3.2
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
@@ -31,14 +33,15 @@ POLYNOMIAL = (
 # Used where values are unknown, as in an exported graph: enough for norms up to 209,715 in float64. Every squaring
 # doubles the rounding error, so float32 gets fewer, for norms up to 3,276. For larger norms the result is NaN.
 PORTABLE_SQUARINGS = {torch.float64: 16, torch.float32: 10}
-# The backward pass squares in float32, where each squaring doubles the error: it starts again from every sixth square.
-# With every fourth, the gradient of LieRE64 would have half the error, 8e-7, and the squares twice the memory.
+# The backward pass of kernels squares in float32, where each squaring doubles the error: it starts again from every
+# sixth square. With every fourth, the gradient of LieRE64 would have half the error, 8e-7, and the squares twice the
+# memory.
 SAVE_INTERVAL = 6
-# For queries and keys of half types: the largest numbers of squarings of any token with which the polynomial, and the
-# products after it, are computed in float32. The polynomial adds errors of up to 2e-6 times the norm, the products of
-# 2e-8 times the norm: less than a tenth of what rounding to the type adds.
-FLOAT32_SQUARINGS = {torch.bfloat16: (5, 11), torch.float16: (-1, 9)}
-# On CPUs a chunk fits into the cache of a core, 512 KiB of float64; on other devices chunks only limit the memory.
+# For queries and keys in bfloat16: the largest number of squarings of any token with which kernels compute in float32.
+# Its polynomial adds errors of up to 2e-6 times the norm, less than a tenth of what rounding to the type adds.
+FLOAT32_SQUARINGS = {torch.bfloat16: 5}
+# Numbers in one batch. On CPUs it fits into the cache of a core, 512 KiB of float64; on other devices a product of a
+# batch takes longer than its launch, and larger ones would only need more memory.
 CHUNK_ELEMENTS = 1 << 16
 DEVICE_CHUNK_ELEMENTS = 1 << 22
 
@@ -135,33 +138,6 @@ def first_square(squarings: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(0) - counts
 
 
-class Chunk(NamedTuple):
-    """
-    Rays whose first rotations are squared equally often, longest ray first: their (rays,) indices, and at k − 1 of
-    `multiples` the k-th tokens of all rays with k tokens or more.
-    """
-
-    squarings: int
-    rays: torch.Tensor
-    multiples: tuple[torch.Tensor, ...]
-
-
-def split_rays(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device: torch.device) -> list[Chunk]:
-    """Chunks of rays, (rays, longest ray) `tokens`, for rotations of `elements` numbers each."""
-    lengths = (tokens >= 0).sum(1)  # (rays,)
-    most = max(1, (CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS) // elements)
-    chunks = []
-    for count in squarings.unique().tolist():
-        chosen = (squarings == count).nonzero().squeeze(-1)
-        chosen = chosen[lengths[chosen].argsort(descending=True, stable=True)]
-        for part in chosen.split(most):
-            multiples = tuple(
-                tokens[part[: int((lengths[part] > k).sum())], k].to(device) for k in range(int(lengths[part].max()))
-            )
-            chunks.append(Chunk(count, part.to(device), multiples))
-    return chunks
-
-
 def largest_norm(axes: int) -> float:
     """
     Largest spectral norm of Y = Σ_a y_a A_a over `axes` axes: for three and more, one more squaring costs less than the
@@ -177,11 +153,10 @@ def norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tens
     return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
 
 
-def product_dtypes(positions: torch.Tensor, squarings: torch.Tensor, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Types of the polynomial and of the products after it, for (P,) squarings and queries in `dtype`."""
+def product_dtype(positions: torch.Tensor, squarings: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Type of products in kernels, for (P,) squarings and queries in `dtype`."""
     most = int(squarings.max()) if len(squarings) else 0
-    limits = FLOAT32_SQUARINGS.get(dtype, (-1, -1))
-    return tuple(torch.float32 if most <= limit else positions.dtype for limit in limits)
+    return torch.float32 if most <= FLOAT32_SQUARINGS.get(dtype, -1) else positions.dtype
 
 
 def find_exponential_backend(
@@ -193,76 +168,83 @@ def find_exponential_backend(
     return find_backend(function, generators, block_size, torch.float32)
 
 
-def ray_rotations(
-    positions: torch.Tensor,
-    generators: torch.Tensor,
-    rays: RayTokens,
-    squarings: torch.Tensor,
-    squares: torch.Tensor | None,
-    dtype: torch.dtype,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> tuple[torch.Tensor, ...]:
+class Batch(NamedTuple):
     """
-    exp(Σ_a p_a A_a) of every token.
-
-    Args:
-        positions: (P, A) in the working type, of P tokens.
-        generators: (A, G, K, b, b), of G layers and K blocks.
-        rays: The tokens at positions other than zero, or those that the others mirror.
-        squarings: (rays,), how often each ray's first rotation is squared.
-        squares: (G, saved, K, b, b) for every `SAVE_INTERVAL`-th square, those of a ray from `first_square` on; it is
-            overwritten. `None` saves nothing.
-        dtype: Type of the result.
-        dtypes: See [`product_dtypes`].
-
-    Returns:
-        For each of the G layers (P, K, b, b).
+    Some `layers` and `tokens`, and room for (9, tokens · layers · K, b, b) matrices, of which the first are the scaled
+    exponents 2^−s Σ_a p_a A_a.
     """
-    if backend := find_exponential_backend("block_rotations", positions, generators, generators.shape[-1], dtype):
-        return backend.block_rotations(positions.to(dtypes[0]), generators, rays, squarings, squares, dtype)
-    _, layers, blocks, size, _ = generators.shape
-    # Tokens at the origin are on no ray: their rotation stays the identity.
-    identity = torch.eye(size, dtype=dtype, device=positions.device).expand(len(positions), blocks, size, size)
-    # `clone` copies even where nothing is repeated.
-    rotations = tuple(identity.clone(memory_format=torch.contiguous_format) for _ in range(layers))
-    memory, spare = (torch.empty(0, dtype=dtype, device=positions.device) for dtype in dtypes)
-    first_saved = first_square(squarings).to(positions.device)  # (rays,)
-    chunks = split_rays(rays.indices, squarings, generators[0, 0].numel(), positions.device)
-    for layer, chunk in itertools.product(range(layers), chunks):
-        exponents = _exponents(positions[chunk.multiples[0]], generators[:, layer], chunk.squarings)  # (rays · K, b, b)
-        # Buffers are reused: small products spend most of their time on allocations.
-        if spare.shape != exponents.shape:
-            memory, spare = memory.new_empty(9, *exponents.shape), spare.new_empty(exponents.shape)
-        # exp(2⁻ˢX), s squarings, then its multiples along each ray.
-        memory[0] = exponents
-        square, other = exponential_within(memory).to(spare.dtype), spare
-        for squaring in range(chunk.squarings):
-            if squaring % SAVE_INTERVAL == 0 and squares is not None:
-                saved = square.view(-1, blocks, size, size).to(squares.dtype)
-                squares[layer].index_copy_(0, first_saved[chunk.rays] + squaring // SAVE_INTERVAL, saved)
+
+    layers: slice
+    tokens: slice
+    memory: torch.Tensor
+
+
+def batches(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> Iterator[Batch]:
+    """Batches of (P, A) positions and (A, G, K, b, b) generators, with all layers or with one, as suits the device."""
+    scaled, generators = positions * 2.0**-squarings, generators.to(positions.dtype)
+    step = layers_at_once(positions.device, generators.shape[1])
+    for first in range(0, generators.shape[1], step):
+        layers = slice(first, first + step)
+        flat = generators[:, layers].flatten(1)  # (A, layers · K · b²)
+        on_cpu = positions.device.type == "cpu" and not batches_layers(positions.device)
+        elements = CHUNK_ELEMENTS if on_cpu else DEVICE_CHUNK_ELEMENTS
+        size = max(1, elements // flat.shape[1])
+        memory = positions.new_empty(0)
+        for start in range(0, len(positions), size):
+            tokens = slice(start, start + size)
+            chosen = scaled[tokens]  # (tokens, A)
+            # Memory is reused: small products spend most of their time on allocations.
+            if memory.shape[1:] != (len(chosen) * flat.shape[1],):
+                memory = positions.new_empty(9, len(chosen) * flat.shape[1])
+            torch.mm(chosen, flat, out=memory[0].view(len(chosen), -1))
+            yield Batch(layers, tokens, memory.view(9, -1, *generators.shape[-2:]))
+
+
+def batch_rotations(
+    positions: torch.Tensor, generators: torch.Tensor, squarings: int
+) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """
+    exp(Σ_a p_a A_a) of every [`Batch`], (tokens, layers, K, b, b), NaN where these squarings are too few for the norm.
+    """
+    for batch in batches(positions, generators, squarings):
+        square, other = _exponential_within(batch.memory), batch.memory[3]  # (tokens · layers · K, b, b) each
+        # The other is the sixth power of the exponent, whose eigenvalues are pairs ±iλ: its norm is at least √2 λ⁶.
+        excess = other.norm(dim=(-2, -1), keepdim=True) > math.sqrt(2) * POLYNOMIAL_NORM**6
+        square.masked_fill_(excess, torch.nan)
+        for _ in range(squarings):
             square, other = torch.bmm(square, square, out=other), square
-        first = rotation = square.view(-1, blocks, size, size)  # (rays, K, b, b)
-        step = rotation_of_step(first, chunk, rays.step)
-        for number, multiple in enumerate(chunk.multiples):
-            if number:
-                rotation = rotation[: len(multiple)] @ step[: len(multiple)]
-            result = rotation.to(dtype)
-            rotations[layer].index_copy_(0, multiple, result)
-            if rays.mirror >= 0:
-                rotations[layer].index_copy_(0, rays.mirror - multiple, result.transpose(-1, -2))
-    return rotations
+        yield batch, square.view(-1, *generators[0, batch.layers].shape)
 
 
-def rotation_of_step(first: torch.Tensor, chunk: Chunk, step: int) -> torch.Tensor:
-    """(rays, K, b, b) rotations that lead from a multiple to the next one, for rays with more than one token."""
-    if step == 1 or len(chunk.multiples) == 1:
-        return first
-    longer = first[: len(chunk.multiples[1])]
-    return longer @ longer
+def batch_tangents(
+    positions: torch.Tensor, generators: torch.Tensor, squarings: int, rotations: Results, gradients: Results
+) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """
+    For every [`Batch`] (tokens, layers, K, b, b) matrices whose skew part is the gradient of the tangents of the scaled
+    exponents, from rotations and their gradients, (P, K, b, b) for each layer; see `exponential_gradient`.
+    """
+    for batch in batches(positions, generators, squarings):
+        square, (other, product, tangents) = _exponential_within(batch.memory), batch.memory[:3]
+        # W = Rᵀ dL/dR
+        rotation, gradient = (_select(results, batch) for results in (rotations, gradients))
+        by_layer = rotation.mT @ gradient.to(rotation.dtype)  # (layers, tokens, K, b, b)
+        tangents.view(-1, *generators[0, batch.layers].shape).copy_(by_layer.transpose(0, 1))
+        for _ in range(squarings):
+            # (1 + e^(2ʲ ad Y)) W; the scaled exponents contain the factors ½.
+            tangents.baddbmm_(torch.bmm(square, tangents, out=product), square.mT)
+            square, other = torch.bmm(square, square, out=other), square
+        yield batch, tangents.view(-1, *generators[0, batch.layers].shape)
+
+
+def _select(results: Results, batch: Batch) -> torch.Tensor:
+    """(layers, tokens, K, b, b) of a batch."""
+    if isinstance(results, torch.Tensor):
+        return results[batch.layers, batch.tokens]
+    return torch.stack([layer[batch.tokens] for layer in results[batch.layers]])
 
 
 def portable_rotations(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """[`ray_rotations`] for a graph: one number of squarings for all tokens, NaN where it is not enough."""
+    """Rotations for a graph, of operations of PyTorch alone, as [`exponentials.exponentiate`]; NaN for large norms."""
     squarings = PORTABLE_SQUARINGS[positions.dtype]
     bounds = positions.detach().abs() @ norm_bounds(positions, generators.detach())  # (P,)
     fitting = torch.where(bounds <= POLYNOMIAL_NORM * 2.0**squarings, 1.0, torch.nan).to(positions.dtype)
@@ -296,7 +278,7 @@ def _exponential(exponents: torch.Tensor) -> torch.Tensor:
     return torch.baddbmm(b2, b3 + product, product)
 
 
-def exponential_within(memory: torch.Tensor) -> torch.Tensor:
+def _exponential_within(memory: torch.Tensor) -> torch.Tensor:
     """As [`_exponential`], of the first (n, b, b) of `memory`, (9, n, b, b), of which the result is another part."""
     powers, combinations = memory[:4], memory[4:]
     first, second, third, sixth = powers

@@ -31,8 +31,8 @@ class PlaneRotation(NamedTuple):
         generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` if not needed.
         phases: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
         inner: (A − 1, 1 or H, blocks, b, b) U_(a+1)ᵀ U_a of a product; `None` for one factor.
-        outer: (1 or B, 1 or H, N, blocks, b, b) of [`outer_products_of_layers`], which then has the gradients of cos and
-            sin and of `generators`; or `None`.
+        outer: (1 or B, 1 or H, N, blocks, b, b) of [`outer_products_of_layers`], which then takes the gradients of
+            `cos_sin` and `generators`; or `None`.
     """
 
     cos_sin: torch.Tensor
