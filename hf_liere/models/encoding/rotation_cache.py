@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..fast.differentiation import in_forward_mode
-from ..fast.dispatch import values_are_unknown
+from ..fast.dispatch import batches_layers, values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from .positions import TokenPositions
 
@@ -64,7 +64,8 @@ class RotationCache:
         if facts is None:
             return encoding.layer_rotations(positions, dtype, layers)
         sources = encoding.sources(facts.device, layers)
-        if in_forward_mode() or values_are_unknown(*sources):
+        # Accelerators would wait for the comparison of values longer than they compute; folded models have constants.
+        if in_forward_mode() or batches_layers(facts.device) or values_are_unknown(*sources):
             return encoding.layer_rotations(positions, dtype, layers)
         # Sources may be computed in another type than that of the parameters, which decides that of rotations.
         types = [encoding.model_dtype, *(parameter.dtype for parameter in encoding.parameters())]

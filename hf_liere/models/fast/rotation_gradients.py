@@ -161,20 +161,28 @@ def eigen_gradients(
         parts = torch.cat(_plane_parts(outer), dim=-1)
     angles_gradient, real, imaginary = parts.split([planes, 2 * pairs, 2 * pairs], dim=-1)
     frequencies = _plane_frequencies(generators).to(phases.dtype)  # (1 or H, blocks, b/2)
-    j, k = torch.triu_indices(planes, planes, offset=1, device=outer.device)
-    first, second = frequencies[..., j], frequencies[..., k]
-    differences = torch.cat([first - second, first + second], dim=-1)  # (1 or H, blocks, 2 · pairs)
+    differences = frequencies @ _half_differences(planes, phases.dtype, phases.device)  # (1 or H, blocks, 2 · pairs)
     phases = phases.unsqueeze(-1)
-    half = phases * (differences / 2).unsqueeze(-3)  # (1 or B, 1 or H, N, blocks, 2 · pairs)
+    half = phases * differences.unsqueeze(-3)  # (1 or B, 1 or H, N, blocks, 2 · pairs)
     cos, sin = half.cos(), half.sin()
     length = phases * (sin / half).masked_fill_(half == 0, 1)
     cos, sin = cos * length, sin * length
-    sums = [(real * cos + imaginary * sin).sum((0, 2)), (imaginary * cos - real * sin).sum((0, 2))]
+    along, across = (real * cos).addcmul_(imaginary, sin), (imaginary * cos).addcmul_(real, sin, value=-1)
+    sums = [integral.sum((0, 2)) for integral in (along, across)]  # (1 or H, blocks, 2 · pairs) each
     if size <= GATHERED_SIZE:
         gradient = (torch.cat(sums, dim=-1) @ scatter).unflatten(-1, (size, size))
     else:
         gradient = _join_parts(*sums, size)
     return angles_gradient, gradient.to(generators.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _half_differences(planes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(planes, 2 · pairs) matrix that makes (f_j − f_k)/2 and (f_j + f_k)/2 of frequencies, for all pairs j < k."""
+    with torch.inference_mode(False):
+        planes_of_pairs = torch.triu_indices(planes, planes, offset=1, device=device)  # (2, pairs)
+        first, second = torch.eye(planes, dtype=dtype, device=device)[:, planes_of_pairs].unbind(1)
+        return torch.cat([first - second, first + second], dim=-1) / 2
 
 
 @functools.lru_cache(maxsize=64)

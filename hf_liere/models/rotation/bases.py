@@ -1,11 +1,11 @@
 """Generators, the orthogonal bases in which commuting ones rotate planes, and states and weights in such a basis."""
 
+import functools
+import itertools
 import math
 
 import torch
 from transformers.utils.generic import maybe_autocast
-
-from .exponential import skew
 
 
 def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -16,6 +16,16 @@ def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Te
     first, second = basis[..., 0:planes:2], basis[..., 1:planes:2]
     product = (second * frequencies.unsqueeze(-2)) @ first.transpose(-1, -2)
     return product - product.transpose(-1, -2)
+
+
+@functools.cache
+def _splitting(size: int) -> list[list[float]]:
+    """A skew-symmetric (b, b) matrix without a kernel of more than one dimension."""
+    matrix = [[0.0] * size for _ in range(size)]
+    for number, (row, column) in enumerate(itertools.combinations(range(size), 2), start=1):
+        matrix[column][row] = math.cos(number)
+        matrix[row][column] = -matrix[column][row]
+    return matrix
 
 
 @torch.no_grad()
@@ -38,16 +48,15 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
     matrices = generators.to("cpu", torch.float64) if device.type == "mps" else generators
     # In a kernel of two or more dimensions the eigenvectors of iS are not pairs of conjugates; a perturbation (2e-12
     # for float64) splits it.
-    row, column = torch.triu_indices(size, size, offset=1)
-    splitting = skew(torch.cos(torch.arange(1, len(row) + 1, device=matrices.device, dtype=matrices.dtype)), size)
+    splitting = matrices.new_tensor(_splitting(size))
     # eigh refuses values that are not finite; they still propagate to the loss through S.
     matrices = matrices.nan_to_num(0.0, 0.0, 0.0)
     norms = matrices.flatten(-2).norm(dim=-1)[..., None, None]
     strength = torch.finfo(matrices.dtype).eps ** 0.75
-    _, vectors = torch.linalg.eigh(1j * (matrices + strength * norms * splitting))
+    _, vectors = torch.linalg.eigh(1j * matrices.addcmul(norms, splitting, value=strength))
     # S x = μ y and S y = −μ x for an eigenvector (x + iy)/√2 of a frequency μ ≥ 0, which are the upper half.
     planes = vectors[..., (size + 1) // 2 :] * math.sqrt(2)
-    basis = torch.stack([planes.real, planes.imag], dim=-1).flatten(-2)
+    basis = torch.view_as_real(planes).flatten(-2)
     if size % 2:
         kernel = vectors[..., size // 2]
         phase = kernel.gather(-1, kernel.abs().argmax(-1, keepdim=True)).conj()
