@@ -7,8 +7,7 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from ..fast.closed_forms import cos_sin
-from ..fast.differentiation import in_forward_mode
-from ..fast.dispatch import layers_at_once, working_dtype
+from ..fast.dispatch import batches_layers, in_forward_mode, working_dtype
 from ..fast.rotation_gradients import outer_products_of_layers
 from ..rotation.bases import eigenbasis, skew_from_planes
 from ..rotation.exponential import skew, skew_entries
@@ -184,7 +183,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
             coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
             basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
             phases, cos_sins, outer = [], [], []
-            step = layers_at_once(device, len(generators))
+            step = len(generators) if batches_layers(device) else 1
             for chosen, *parts in zip(generators.split(step), multipliers.split(step, 1), frequencies.split(step)):
                 some_multipliers, some_frequencies = parts
                 phase = coordinates @ some_multipliers.flatten(1)  # (B · N, layers · H · blocks)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ..fast.differentiation import in_forward_mode
+from ..fast.dispatch import in_forward_mode
 from ..rotation.bases import basis_gradients, to_basis
 from ..rotation.grouped_rotation import Rotation
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..fast.differentiation import in_forward_mode
-from ..fast.dispatch import batches_layers, values_are_unknown
+from ..fast.dispatch import batches_layers, in_forward_mode, values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from .positions import TokenPositions
 

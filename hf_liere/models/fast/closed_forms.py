@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .dispatch import layers_at_once
+from .dispatch import batches_layers
 
 
 # Block size → (positions, generators, dtype) → rotations, see `quaternions`; the code of a checkpoint may have none.
@@ -39,8 +39,9 @@ def layer_plane_rotations(
     cos and sin for each of the G layers.
     """
     rotations: list[torch.Tensor] = []
+    step = frequencies.shape[1] if batches_layers(positions.device) else 1
     with maybe_autocast(positions.device.type, enabled=False):
-        for part in frequencies.split(layers_at_once(positions.device, frequencies.shape[1]), dim=1):
+        for part in frequencies.split(step, dim=1):
             angles = positions @ part.flatten(1).to(positions.dtype)  # (P, layers · K)
             angles = angles.unflatten(1, part.shape[1:]).transpose(0, 1)  # (layers, P, K)
             rotations.extend(cos_sin(angles, dtype).unbind())

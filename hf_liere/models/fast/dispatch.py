@@ -1,6 +1,9 @@
 """
 Chooses the code that computes a rotation, and the types it computes in: operations of PyTorch alone in exported graphs,
 an operator elsewhere, inside the operator a backend registered for the device, and plain operations without one.
+
+Operators have first derivatives; asking for a second one raises. PyTorch drops tangents of forward mode below operators
+without a word, so what may have one is computed by plain operations, which have all derivatives.
 """
 
 import contextlib
@@ -13,11 +16,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers.utils.generic import maybe_autocast
-
-from .differentiation import carry_tangents, differentiable_function, is_transformed, tensors_in
 
 
 # Copies of this code beside checkpoints register the same operators under other names.
@@ -99,22 +101,9 @@ def plain_operations() -> Iterator[None]:
         _backends_are_off.reset(token)
 
 
-@functools.lru_cache(maxsize=256)
-def device_constant(values: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers on a device, copied there once: the capture of a CUDA graph allows no copy. For use inside operators."""
-    # Training cannot use tensors that inference mode made.
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=dtype, device=device)
-
-
 def batches_layers(device: torch.device) -> bool:
     """Whether all layers are computed in one batch: on accelerators, where a launch costs more than a product."""
     return device.type not in _one_by_one
-
-
-def layers_at_once(device: torch.device, num_layers: int) -> int:
-    """How many layers are computed together: all on accelerators; on CPUs one, which fits into a core's cache."""
-    return num_layers if batches_layers(device) else 1
 
 
 @contextlib.contextmanager
@@ -160,18 +149,119 @@ def ask_backend(
     return backend, None
 
 
+def in_forward_mode() -> bool:
+    """Whether a forward-mode derivative (`torch.func.jvp`, `torch.autograd.forward_ad`) is being computed."""
+    return forward_ad._current_level >= 0
+
+
+def carry_tangents(*arguments) -> bool:
+    """Whether tensors among the arguments, or in lists there, have a tangent, or may have one that cannot be seen."""
+    if not in_forward_mode() or torch.compiler.is_compiling():
+        return in_forward_mode()
+    jvp = torch._C._functorch.TransformType.Jvp
+    transforms = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+    # Only the innermost transform, which is the last, shows its tangents.
+    if transforms and (transforms[-1] != jvp or transforms.count(jvp) > 1):
+        return True
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors_in(arguments))
+
+
+def tensors_in(arguments) -> list[torch.Tensor]:
+    """The tensors among arguments, and in lists there."""
+    return [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is running: tensors do not say what outer ones differentiate."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def differentiable_function(
+    custom: torch.library.CustomOpDef, direct: Callable, schema: str, gradients: Callable, save: Callable
+) -> type[torch.autograd.Function]:
+    """
+    Register the gradients of the operator `custom`, `direct` in `torch.ops`, for compiled graphs, and make the autograd
+    function for everything else: that of `register_autograd` does not support `torch.func`. For the other arguments see
+    [`operator`].
+
+    PyTorch's `once_differentiable` notices only incoming gradients that require a gradient. This also raises
+    `RuntimeError` where the second derivative comes from saved tensors: `torch.autograd.functional.hessian` of a sum of
+    rotations would otherwise be filled with zeros.
+    """
+    returns_list = schema.endswith("[]")
+
+    def compute(ctx, *results):
+        found, needed = gradients(ctx, *results), ctx.needs_input_grad
+        return *(x if needs else None for x, needs in zip(found, needed)), *[None] * (len(needed) - len(found))
+
+    def once(ctx, *results):
+        with torch.no_grad():
+            if carry_tangents(*results):
+                # What is saved has no tangent, and gradients are linear in those of the results.
+                duals = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in results]
+                tangents = (torch.zeros_like(x) if x is not None and t is None else t for x, t in duals)
+                pairs = zip(compute(ctx, *(x for x, _ in duals)), compute(ctx, *tangents))
+                found = tuple(None if x is None else forward_ad.make_dual(x, t) for x, t in pairs)
+            else:
+                found = compute(ctx, *results)
+        tensors = tensors_in((*results, *ctx.saved_tensors)) if torch.is_grad_enabled() else []
+        sources = tensors if is_transformed() else [x for x in tensors if x.requires_grad]
+        return tuple(None if x is None else _SecondDerivative.apply(x, *sources) for x in found) if sources else found
+
+    custom.register_autograd((lambda ctx, results: once(ctx, *results)) if returns_list else once, setup_context=save)
+
+    class Differentiable(torch.autograd.Function):
+        generate_vmap_rule = True
+        setup_context = staticmethod(save)
+        backward = staticmethod(once)
+
+        @staticmethod
+        def forward(*arguments):
+            results = direct(*arguments)
+            return tuple(results) if returns_list else results
+
+    # Graphs and profilers show this name.
+    return type(direct.__name__, (Differentiable,), {})
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """Identity whose backward raises: rotations have no second derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient, *sources):
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def jvp(ctx, tangent, *others):
+        return tangent.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            "The gradient of learned rotations cannot be differentiated a second time (create_graph=True, hessian): "
+            "they have a first derivative only."
+        )
+
+
 def operator(
     schema: str,
     fake: Callable,
     gradients: Callable | None = None,
     save: Callable | None = None,
     reads_values: bool = False,
+    plainly: Callable | None = None,
 ) -> Callable:
     """
     Decorator that makes a function the operator `hf_liere::name` of torch: calls run the function, with gradients and
     in graphs. It takes positional arguments, computes in their types with or without autocast, and is called for one
-    element after the other by `torch.func.vmap`. An argument with a tangent raises `NotImplementedError`: callers ask
-    [`carry_tangents`] and use plain operations.
+    element after the other by `torch.func.vmap`. An argument with a tangent raises `NotImplementedError` unless there
+    are plain operations.
 
     Args:
         schema: Arguments and results, as `torch.library.custom_op` takes them.
@@ -180,6 +270,8 @@ def operator(
             may have any value. They have no derivative.
         save: `save(ctx, inputs, output)` saves in the context what `gradients` needs.
         reads_values: Whether the computation depends on values, so that CUDA graphs cannot record it.
+        plainly: The same function by operations of PyTorch alone, which have all derivatives, for portable graphs and
+            arguments with tangents.
     """
 
     def register(function: Callable):
@@ -220,11 +312,10 @@ def operator(
 
         @functools.wraps(function)
         def call(*arguments):
+            if plainly is not None and (in_portable_graph() or carry_tangents(*arguments)):
+                return plainly(*arguments)
             if carry_tangents(*arguments):
-                raise NotImplementedError(
-                    "This derivative of learned rotations does not exist in forward mode (torch.func.jvp, forward_ad): "
-                    "compute rotations, and what is derived from them, inside one jvp or dual_level."
-                )
+                refuse_tangents()
             needs_gradient = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments) or is_transformed()
             return (differentiable if needs_gradient and torch.is_grad_enabled() else direct)(*arguments)
 
@@ -232,6 +323,14 @@ def operator(
         return call
 
     return register
+
+
+def refuse_tangents() -> None:
+    """Raises `NotImplementedError`: there is no derivative in forward mode."""
+    raise NotImplementedError(
+        "This derivative of learned rotations does not exist in forward mode (torch.func.jvp, forward_ad): compute "
+        "rotations, and what is derived from them, inside one jvp or dual_level."
+    )
 
 
 def require(is_accepted: torch.Tensor, sentence: str, values: torch.Tensor) -> torch.Tensor:

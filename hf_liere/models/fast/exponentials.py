@@ -9,12 +9,12 @@ from .scaling_and_squaring import (
     PORTABLE_SQUARINGS,
     Rays,
     batch_rotations,
+    exponential_dtype,
     find_exponential_backend,
     largest_norm,
     norm_bounds,
     num_saved,
     portable_rotations,
-    product_dtype,
     ray_squarings,
     ray_tokens,
 )
@@ -43,8 +43,9 @@ def exponentiate(
         # In a graph the number of squarings is unknown: reserve two per token, enough up to norm 13,107.
         saved = 2 * positions.shape[0]
         if not values_are_unknown(positions, squarings):
+            backend = find_exponential_backend("block_rotations", positions, generators, size, dtype)
             tokens = ray_tokens(grid, num_prefix_tokens, centred, len(positions)).indices  # (rays, longest ray)
-            saved = int(num_saved(ray_squarings(tokens, squarings)).sum())
+            saved = int(num_saved(ray_squarings(tokens, squarings)).sum()) if backend else 0
     arguments = squarings, grid, num_prefix_tokens, centred
     *rotations, _ = _block_rotations(positions, generators, *arguments, saved, dtype, query_dtype or dtype)
     return rotations
@@ -93,14 +94,16 @@ def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, 
     squares = positions.new_empty(generators.shape[1], saved, *generators.shape[2:], dtype=dtype)
     if backend := find_exponential_backend("block_rotations", positions, generators, generators.shape[-1], dtype):
         rays = ray_tokens(grid, num_prefix_tokens, centred, len(positions))
-        positions = positions.to(product_dtype(positions, squarings, query_dtype))
+        positions = positions.to(exponential_dtype(positions, squarings, query_dtype))
         squarings = ray_squarings(rays.indices, squarings)  # (rays,)
         room = squares if 0 < saved >= int(num_saved(squarings).sum()) else None
         return [*backend.block_rotations(positions, generators, rays, squarings, room, dtype), squares]
-    rotations = [positions.new_empty(len(positions), *generators.shape[2:], dtype=dtype) for _ in squares]
-    for batch, found in batch_rotations(positions, generators, int(squarings.max()) if len(squarings) else 0):
-        for layer, of_layer in zip(rotations[batch.layers], found.unbind(1)):
-            layer[batch.tokens] = of_layer
+    # A graph reserves room without knowing that plain operations save nothing.
+    squares.zero_()
+    most = int(squarings.max()) if len(squarings) else 0
+    rotations = list(map(squares.new_empty, [(len(positions), *generators.shape[2:])] * len(squares)))
+    for batch, found in batch_rotations(positions, generators, most, together=False):
+        rotations[batch.layers.start][batch.tokens] = found.squeeze(1)
     return [*rotations, squares]
 
 
@@ -117,7 +120,7 @@ def _fake_batched(positions, generators, dtype):
 def _batched_rotations(positions, generators, dtype):
     """(G, P, K, b, b), with a number of squarings that no value decides, so that the host reads none."""
     rotations = _fake_batched(positions, generators, dtype)
-    for batch, found in batch_rotations(positions, generators, PORTABLE_SQUARINGS[positions.dtype]):
+    for batch, found in batch_rotations(positions, generators, PORTABLE_SQUARINGS[positions.dtype], together=True):
         rotations[batch.layers, batch.tokens] = found.transpose(0, 1)
     return rotations
 

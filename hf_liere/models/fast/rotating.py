@@ -3,16 +3,16 @@
 import torch
 
 from .application import apply_rotation, drop_empty_key, match_layout, restore_empty_key
-from .dispatch import carry_tangents, in_portable_graph, operator
+from .dispatch import in_portable_graph, operator, refuse_tangents
 from .rotation_gradients import collects_outer_products, rotate_backward
 
 
-def rotate(query, key, rotation, generators=None, phases=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, H, N, D) query and key, rotated by what [`_rotate`] takes; that refuses tangents beside `generators`."""
-    if in_portable_graph() or (generators is None and carry_tangents(query, key, rotation)):
-        rotated = apply_rotation(drop_empty_key(query, key), rotation, portable=True)  # (B, H, N, D) each
-        return restore_empty_key(rotated, key)
-    return _rotate(query, key, rotation, generators, phases, False)
+def _rotate_plainly(query, key, rotation, generators, phases, inverse):
+    """As [`_rotate`]; the eigenbasis of `generators` has no derivative in forward mode."""
+    if generators is not None and not in_portable_graph():
+        refuse_tangents()
+    rotated = apply_rotation(drop_empty_key(query, key), rotation, inverse, portable=True)  # (B, H, N, D) each
+    return restore_empty_key(rotated, key)
 
 
 def _save_rotated(ctx, inputs, output):
@@ -36,6 +36,7 @@ def _states_gradients(ctx, *gradients):
     fake=lambda query, key, *_: (torch.empty_like(query), torch.empty_like(key)),
     gradients=_states_gradients,
     save=_save_rotated,
+    plainly=_rotate_plainly,
 )
 def _rotate(query, key, rotation, generators, phases, inverse):
     """

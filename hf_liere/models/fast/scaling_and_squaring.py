@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .dispatch import batches_layers, device_constant, find_backend, layers_at_once
+from .dispatch import find_backend
 
 
 # (P, K, b, b) of every layer: one tensor, or a list.
@@ -153,7 +153,7 @@ def norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tens
     return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
 
 
-def product_dtype(positions: torch.Tensor, squarings: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+def exponential_dtype(positions: torch.Tensor, squarings: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     """Type of products in kernels, for (P,) squarings and queries in `dtype`."""
     most = int(squarings.max()) if len(squarings) else 0
     return torch.float32 if most <= FLOAT32_SQUARINGS.get(dtype, -1) else positions.dtype
@@ -168,6 +168,14 @@ def find_exponential_backend(
     return find_backend(function, generators, block_size, torch.float32)
 
 
+@functools.lru_cache(maxsize=256)
+def device_constant(values: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers on a device, copied there once: the capture of a CUDA graph allows no copy. For use inside operators."""
+    # Training cannot use tensors that inference mode made.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
 class Batch(NamedTuple):
     """
     Some `layers` and `tokens`, and room for (9, tokens · layers · K, b, b) matrices, of which the first are the scaled
@@ -179,15 +187,14 @@ class Batch(NamedTuple):
     memory: torch.Tensor
 
 
-def batches(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> Iterator[Batch]:
-    """Batches of (P, A) positions and (A, G, K, b, b) generators, with all layers or with one, as suits the device."""
+def batches(positions: torch.Tensor, generators: torch.Tensor, squarings: int, together: bool) -> Iterator[Batch]:
+    """Batches of (P, A) positions and (A, G, K, b, b) generators, with all layers together or one after the other."""
     scaled, generators = positions * 2.0**-squarings, generators.to(positions.dtype)
-    step = layers_at_once(positions.device, generators.shape[1])
+    step = generators.shape[1] if together else 1
     for first in range(0, generators.shape[1], step):
         layers = slice(first, first + step)
         flat = generators[:, layers].flatten(1)  # (A, layers · K · b²)
-        on_cpu = positions.device.type == "cpu" and not batches_layers(positions.device)
-        elements = CHUNK_ELEMENTS if on_cpu else DEVICE_CHUNK_ELEMENTS
+        elements = CHUNK_ELEMENTS if positions.device.type == "cpu" and not together else DEVICE_CHUNK_ELEMENTS
         size = max(1, elements // flat.shape[1])
         memory = positions.new_empty(0)
         for start in range(0, len(positions), size):
@@ -201,12 +208,12 @@ def batches(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -
 
 
 def batch_rotations(
-    positions: torch.Tensor, generators: torch.Tensor, squarings: int
+    positions: torch.Tensor, generators: torch.Tensor, squarings: int, together: bool
 ) -> Iterator[tuple[Batch, torch.Tensor]]:
     """
     exp(Σ_a p_a A_a) of every [`Batch`], (tokens, layers, K, b, b), NaN where these squarings are too few for the norm.
     """
-    for batch in batches(positions, generators, squarings):
+    for batch in batches(positions, generators, squarings, together):
         square, other = _exponential_within(batch.memory), batch.memory[3]  # (tokens · layers · K, b, b) each
         # The other is the sixth power of the exponent, whose eigenvalues are pairs ±iλ: its norm is at least √2 λ⁶.
         excess = other.norm(dim=(-2, -1), keepdim=True) > math.sqrt(2) * POLYNOMIAL_NORM**6
@@ -223,10 +230,10 @@ def batch_tangents(
     For every [`Batch`] (tokens, layers, K, b, b) matrices whose skew part is the gradient of the tangents of the scaled
     exponents, from rotations and their gradients, (P, K, b, b) for each layer; see `exponential_gradient`.
     """
-    for batch in batches(positions, generators, squarings):
+    for batch in batches(positions, generators, squarings, together=isinstance(rotations, torch.Tensor)):
         square, (other, product, tangents) = _exponential_within(batch.memory), batch.memory[:3]
         # W = Rᵀ dL/dR
-        rotation, gradient = (_select(results, batch) for results in (rotations, gradients))
+        rotation, gradient = (_of_batch(results, batch) for results in (rotations, gradients))
         by_layer = rotation.mT @ gradient.to(rotation.dtype)  # (layers, tokens, K, b, b)
         tangents.view(-1, *generators[0, batch.layers].shape).copy_(by_layer.transpose(0, 1))
         for _ in range(squarings):
@@ -236,7 +243,7 @@ def batch_tangents(
         yield batch, tangents.view(-1, *generators[0, batch.layers].shape)
 
 
-def _select(results: Results, batch: Batch) -> torch.Tensor:
+def _of_batch(results: Results, batch: Batch) -> torch.Tensor:
     """(layers, tokens, K, b, b) of a batch."""
     if isinstance(results, torch.Tensor):
         return results[batch.layers, batch.tokens]

@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..fast.rotating import rotate
+from ..fast.rotating import _rotate
 from .bases import change_basis
 
 
@@ -63,8 +63,8 @@ class PlaneRotation(NamedTuple):
 
     def _rotate_planes(self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor):
         if self.outer is not None:
-            return rotate(query, key, cos_sin, self.outer)
-        return rotate(query, key, cos_sin, self.generators, self.phases)
+            return _rotate(query, key, cos_sin, self.outer, None, False)
+        return _rotate(query, key, cos_sin, self.generators, self.phases, False)
 
     def _factors(self) -> tuple[torch.Tensor, ...]:
         """cos and sin of every factor of a product, (1 or B, 1 or H, N, planes, 2) each."""
@@ -162,7 +162,7 @@ class BlockRotation(NamedTuple):
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R(p) q and R(p) k, (B, H, N, D) each."""
-        return rotate(query, key, self.blocks)
+        return _rotate(query, key, self.blocks, None, None, False)
 
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
         return states

@@ -5,7 +5,7 @@ import torch
 
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast.dispatch import plain_operations
-from hf_liere.models.fast.scaling_and_squaring import product_dtype
+from hf_liere.models.fast.scaling_and_squaring import exponential_dtype
 from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
@@ -30,7 +30,7 @@ def test_half_types_get_rotations_that_are_exact_for_them(states, block_size, ti
 def test_products_for_half_types_are_float32():
     squarings = torch.tensor([0, 5, 3])
     positions = torch.zeros(3, 2, dtype=torch.float64)
-    assert product_dtype(positions, squarings, torch.bfloat16) == torch.float32
-    assert product_dtype(positions, squarings + 1, torch.bfloat16) == torch.float64
-    assert product_dtype(positions, squarings * 0, torch.float16) == torch.float64
-    assert product_dtype(positions, squarings, torch.float32) == torch.float64
+    assert exponential_dtype(positions, squarings, torch.bfloat16) == torch.float32
+    assert exponential_dtype(positions, squarings + 1, torch.bfloat16) == torch.float64
+    assert exponential_dtype(positions, squarings * 0, torch.float16) == torch.float64
+    assert exponential_dtype(positions, squarings, torch.float32) == torch.float64
