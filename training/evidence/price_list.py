@@ -126,7 +126,7 @@ TRICKS = {
     ),
     "rays of a grid": Trick(
         DENSE,
-        (scaling_and_squaring._grid_rays, exponential_gradient._tangent_of_first, positions.GridFacts.rays),
+        (scaling_and_squaring._grid_rays, positions.GridFacts.rays),
         (),
         replaced(positions.GridFacts, "rays", lambda self: None),
     ),
@@ -151,7 +151,7 @@ TRICKS = {
     ),
     "float32 products for half types": Trick(
         ("bfloat16",),
-        (scaling_and_squaring.product_dtypes,),
+        (scaling_and_squaring.exponential_dtype,),
         (),
         replaced(scaling_and_squaring, "FLOAT32_SQUARINGS", {}),
     ),

@@ -182,7 +182,8 @@ class ComRoPEAxialPartition(EncodingInBasis):
             multipliers = multipliers[:, layers]  # (A, layers, H, blocks)
             coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
             basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
-            phases, cos_sins, outer = [], [], []
+            phases, cos_sins = [], []
+            outer: list[torch.Tensor | None] = []
             step = len(generators) if batches_layers(device) else 1
             for chosen, *parts in zip(generators.split(step), multipliers.split(step, 1), frequencies.split(step)):
                 some_multipliers, some_frequencies = parts
@@ -197,7 +198,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
                 phases.extend(phase.detach().unbind())
                 outer.extend(outer_products_of_layers(phase, chosen))
         layers_of = zip(cos_sins, basis, generators, phases, outer)
-        rotations = [PlaneRotation(*layer, outer=products) for *layer, products in layers_of]
+        rotations = [PlaneRotation(*layer[:4], outer=layer[4]) for layer in layers_of]
         return self.repeat_for_layers(rotations)
 
     def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,6 +107,16 @@ def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, 
     return [*rotations, squares]
 
 
+@operator(
+    "(Tensor positions, Tensor generators, Tensor rotations, Tensor gradient, bool needs_positions) "
+    "-> (Tensor, Tensor)",
+    fake=lambda positions, generators, *_: tuple(torch.empty_like(x).contiguous() for x in (positions, generators)),
+)
+def _batched_backward(positions, generators, rotations, gradient, needs_positions):
+    squarings = PORTABLE_SQUARINGS[positions.dtype]
+    return batched_rotations_backward(positions, generators, rotations, gradient, squarings, needs_positions)
+
+
 def _fake_batched(positions, generators, dtype):
     return positions.new_empty(generators.shape[1], positions.shape[0], *generators.shape[2:], dtype=dtype)
 
@@ -123,13 +133,3 @@ def _batched_rotations(positions, generators, dtype):
     for batch, found in batch_rotations(positions, generators, PORTABLE_SQUARINGS[positions.dtype], together=True):
         rotations[batch.layers, batch.tokens] = found.transpose(0, 1)
     return rotations
-
-
-@operator(
-    "(Tensor positions, Tensor generators, Tensor rotations, Tensor gradient, bool needs_positions) "
-    "-> (Tensor, Tensor)",
-    fake=lambda positions, generators, *_: tuple(torch.empty_like(x).contiguous() for x in (positions, generators)),
-)
-def _batched_backward(positions, generators, rotations, gradient, needs_positions):
-    squarings = PORTABLE_SQUARINGS[positions.dtype]
-    return batched_rotations_backward(positions, generators, rotations, gradient, squarings, needs_positions)

@@ -168,11 +168,11 @@ def eigen_gradients(
     length = phases * (sin / half).masked_fill_(half == 0, 1)
     cos, sin = cos * length, sin * length
     along, across = (real * cos).addcmul_(imaginary, sin), (imaginary * cos).addcmul_(real, sin, value=-1)
-    sums = [integral.sum((0, 2)) for integral in (along, across)]  # (1 or H, blocks, 2 · pairs) each
+    along, across = along.sum((0, 2)), across.sum((0, 2))  # (1 or H, blocks, 2 · pairs) each
     if size <= GATHERED_SIZE:
-        gradient = (torch.cat(sums, dim=-1) @ scatter).unflatten(-1, (size, size))
+        gradient = (torch.cat([along, across], dim=-1) @ scatter).unflatten(-1, (size, size))
     else:
-        gradient = _join_parts(*sums, size)
+        gradient = _join_parts(along, across, size)
     return angles_gradient, gradient.to(generators.dtype)
 
 
@@ -193,7 +193,7 @@ def _part_maps(size: int, dtype: torch.dtype, device: torch.device) -> tuple[tor
     with torch.inference_mode(False):
         every_entry = torch.eye(size**2, dtype=dtype, device=device).view(-1, size, size)
         every_part = torch.eye(4 * pairs, dtype=dtype, device=device)
-        joined = _join_parts(*every_part.split([2 * pairs, 2 * pairs], dim=-1), size)
+        joined = _join_parts(every_part[:, : 2 * pairs], every_part[:, 2 * pairs :], size)
         return torch.cat(_plane_parts(every_entry), dim=-1), joined.flatten(-2)
 
 
@@ -223,16 +223,6 @@ def _stand_in(phases, generators):
 
 
 @operator(
-    "(Tensor phases, Tensor generators) -> Tensor",
-    fake=_stand_in,
-    gradients=lambda ctx, outer: integrate_layers(*ctx.saved_tensors, outer),
-    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-def _outer_products_of_layers(phases, generators):
-    return _stand_in(phases, generators)
-
-
-@operator(
     "(Tensor phases, Tensor generators, Tensor outer) -> (Tensor, Tensor)",
     fake=lambda phases, generators, outer: tuple(torch.empty_like(x).contiguous() for x in (phases, generators)),
 )
@@ -248,6 +238,16 @@ def integrate_layers(phases, generators, outer):
     _plane_frequencies(gradient).add_(by_frequency)
     by_phase = by_phase.unflatten(1, (layers, heads)).transpose(0, 1)
     return by_phase.to(phases.dtype).contiguous(), gradient.view_as(generators).contiguous()
+
+
+@operator(
+    "(Tensor phases, Tensor generators) -> Tensor",
+    fake=_stand_in,
+    gradients=lambda ctx, outer: integrate_layers(*ctx.saved_tensors, outer),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+def _outer_products_of_layers(phases, generators):
+    return _stand_in(phases, generators)
 
 
 def _plane_frequencies(generators: torch.Tensor) -> torch.Tensor:

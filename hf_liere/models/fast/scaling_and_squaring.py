@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from transformers.utils.generic import maybe_autocast
@@ -16,7 +16,7 @@ from .dispatch import find_backend
 
 
 # (P, K, b, b) of every layer: one tensor, or a list.
-Results = torch.Tensor | list[torch.Tensor]
+Results: TypeAlias = torch.Tensor | list[torch.Tensor]
 # Largest spectral norm for which POLYNOMIAL is the exponential.
 POLYNOMIAL_NORM = 3.2
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
