@@ -157,7 +157,7 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
         const int64_t group = work / rays.count, ray = work % rays.count, squarings = rays.squarings[ray];
         const int64_t *tokens = rays.tokens + ray * rays.longest, length = rays.length(ray);
         for (int64_t block = 0; block < blocks; ++block) {
-            // As exponential_gradient._tangent_of_first, for one ray.
+            // The gradient of a tangent of R from those of R, R², …, by Horner's rule, for one ray.
             first.read_transposed(rotations[group] + (tokens[0] * blocks + block) * sizes.numel(), size);
             const bool pairs = rays.step == 2 && length > 1;
             if (pairs) multiply(step, first, first);

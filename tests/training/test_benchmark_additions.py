@@ -246,7 +246,8 @@ def test_few_values_have_no_interval(values):
 def test_limit_of_inference(name):
     """
     What is applied is what the inspection counts in a run, and what is moved is in the tensors. Exponentials take about
-    the products of a run, of which the inspection misses two each, in place, and counts others for bounds of norms.
+    the products of a run, of which the inspection misses two each, in place, and counts others for bounds of norms. It
+    counts plain operations, which make an exponential for every token; the work needs those of coprime indices, 60%.
     """
     kept, first = (addition_of(name, keeps_rotations=kept) for kept in (True, False))
     pixels = kept.settings.pixels()
@@ -265,7 +266,7 @@ def test_limit_of_inference(name):
             entries = sum(tensor.numel() for tensor in rotations)
             assert making.double_products == 0 and 4 < (making.products - work.products) / entries < 8
         else:
-            assert 0.6 < making.double_products / cost.rotation_operations < 1.2
+            assert 0.6 * 0.6 < making.double_products / cost.rotation_operations < 1.2 * 0.6
     else:
         assert work.products == sum(2 * state.numel() for state in states)
         assert making.bytes > work.bytes and making.double_products == 0

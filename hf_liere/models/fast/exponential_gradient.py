@@ -49,8 +49,9 @@ def block_rotations_backward(
     """Gradients of positions, zeros unless they are needed, and of generators."""
     *rotations, squares = results
     size, most = generators.shape[-1], int(squarings.max()) if len(squarings) else 0
-    backend = find_exponential_backend("block_tangents", positions, generators, size, squares.dtype)
-    if backend is None:
+    kernels = "block_rotations", "block_tangents"
+    found = [find_exponential_backend(name, positions, generators, size, squares.dtype) for name in kernels]
+    if (backend := found[0]) is None or found[1] is None:
         return batched_rotations_backward(positions, generators, rotations, gradients, most, needs_positions)
     rays = ray_tokens(grid, num_prefix_tokens, centred, len(positions))
     squarings = ray_squarings(rays.indices, squarings)
