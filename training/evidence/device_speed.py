@@ -1,0 +1,56 @@
+"""
+Images per second of the stored runs on accelerators, by device, encoding and size, as the table of docs/speed.md:
+
+    python training/evidence/device_speed.py
+"""
+
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from training.evidence.reporting.result_lines import read_results  # noqa: E402
+
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = ("sweep", "device", "pixels", "encoding, block_size", "trains", "runs", "images/s", "ms a step")
+
+
+def rows(results: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Medians over the runs of one sweep, device, size and model; steps take as many images as a device gets."""
+    groups: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for result in results:
+        if accelerator := result["environment"].get("accelerator"):
+            settings, measured = result["settings"], result["train_metrics"]
+            model = {**result["run"].get("model", {}), **settings}
+            batch = result["run"]["training"]["per_device_train_batch_size"]
+            speed = measured.get("train_images_per_second", measured["train_samples_per_second"])
+            rotates = model["position_encoding"] not in ("none", "absolute")
+            parts = settings.get("trainable", "all").split("+")
+            trained = " + ".join(part for part in parts if rotates or part != "rotary")
+            name = model["position_encoding"] + (f" {model['block_size']}" if rotates else "")
+            key = result["sweep"], accelerator, str(settings["image_size"]), name, trained
+            groups[key].append((speed, 1000 * batch / speed))
+    found = []
+    for key, values in sorted(groups.items()):
+        speeds, milliseconds = (statistics.median(column) for column in zip(*values))
+        found.append((*key, str(len(values)), f"{speeds:.0f}", f"{milliseconds:.1f}"))
+    return found
+
+
+def stored_results() -> list[dict[str, Any]]:
+    return [result for path in sorted(RESULTS.rglob("*.jsonl")) for result in read_results(path)]
+
+
+def table() -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows(stored_results())))
+
+
+if __name__ == "__main__":
+    print(table())
