@@ -196,7 +196,10 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
         ("convert", "official.pt", "converted"): (0, "LieREViTForImageClassification"),
         ("env",): (0, "no CPU kernels, because they were not built: "),
         ("export", "model", "model.pt2"): (0, "of the model's"),
-        ("export", "model", "model.onnx"): (1, "needs onnx and onnxruntime and onnxscript; in a checkout of hf_liere, pip"),
+        ("export", "model", "model.onnx"): (
+            1,
+            "needs onnx and onnxruntime and onnxscript; in a checkout of hf_liere, pip",
+        ),
         ("inspect", "model", "--output", "page"): (1, "needs matplotlib and PIL; in a checkout of hf_liere, pip inst"),
         ("predict", "model", "picture.png"): (1, "needs PIL; in a checkout of hf_liere, pip install -e '.[inspect]'"),
         ("push", "model", "tester/model"): (1, "needs kingfisher_sdk; in a checkout of hf_liere, pip install -e '.[pu"),
