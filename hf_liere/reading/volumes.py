@@ -32,8 +32,6 @@ SHARED = (
 )
 # Largest difference of their numbers, relative to the largest: cosines have few decimals.
 ROUNDED = 1e-3
-# Largest distance of a slice from the line of the others, in pixels, and tilt of that line in degrees, as of a gantry.
-ASIDE, MOST_TILTED = 0.1, 45
 # Largest difference between the distances of a series' slices, relative to their mean: positions are rounded decimals.
 UNEVEN = 0.01
 # Largest distance of a slice from the line on which the others lie, in pixels, and the largest tilt of that line, in

@@ -1,6 +1,5 @@
 """Generators, the orthogonal bases in which commuting ones rotate planes, and states and weights in such a basis."""
 
-import functools
 import itertools
 import math
 
@@ -18,7 +17,6 @@ def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Te
     return product - product.transpose(-1, -2)
 
 
-@functools.cache
 def _splitting(size: int) -> list[list[float]]:
     """A skew-symmetric (b, b) matrix without a kernel of more than one dimension."""
     matrix = [[0.0] * size for _ in range(size)]
