@@ -190,9 +190,8 @@ class ComRoPEAxialPartition(EncodingInBasis):
                 phase = coordinates @ some_multipliers.flatten(1)  # (B · N, layers · H · blocks)
                 phase = phase.unflatten(1, some_multipliers.shape[1:]).unflatten(0, (*batch, tokens))
                 phase = phase.movedim(2, 0)  # (layers, B, N, H, blocks)
-                angles = (phase.unsqueeze(-1) * some_frequencies[:, None, None]).flatten(
-                    -2
-                )  # (layers, B, N, H, planes)
+                # (layers, B, N, H, planes)
+                angles = (phase.unsqueeze(-1) * some_frequencies[:, None, None]).flatten(-2)
                 cos_sins.extend(cos_sin(angles, self.rotation_dtype).transpose(2, 3).unbind())
                 phase = phase.transpose(2, 3).to(self.rotation_dtype)  # (layers, B, H, N, blocks)
                 phases.extend(phase.detach().unbind())

@@ -13,30 +13,20 @@ from .dispatch import batches_layers
 CLOSED_FORMS: dict[int, Callable[..., torch.Tensor] | None] = {3: None, 4: None}
 
 
-def plane_rotations(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """
-    exp(Σ_a p_a A_a) for b = 2, in closed form: a rotation by the angle Σ_a p_a f_a (RoPE-Mixed, Heo et al., eq. 6).
-
-    Args:
-        positions: (P, A) in the working type.
-        frequencies: (A, K), one per axis and plane.
-        dtype: Type of the result.
-
-    Returns:
-        (K, P, 2) cos and sin, in `dtype`.
-    """
-    with maybe_autocast(positions.device.type, enabled=False):
-        return cos_sin(positions @ frequencies.to(positions.dtype), dtype).transpose(0, 1)
-
-
 def layer_plane_rotations(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """
-    [`plane_rotations`] of (A, G, K) frequencies, with all layers at a time or with one, as suits the device: (P, K, 2)
-    cos and sin for each of the G layers.
+    exp(Σ_a p_a A_a) for b = 2, in closed form: a rotation by the angle Σ_a p_a f_a (RoPE-Mixed, Heo et al., eq. 6). All
+    layers at a time or one, as suits the device.
+
+    Args:
+        positions: (P, A) in the working type.
+        frequencies: (A, G, K), one per axis, layer and plane.
+        dtype: Type of the result.
+
+    Returns:
+        (P, K, 2) cos and sin, in `dtype`, for each of the G layers.
     """
     rotations: list[torch.Tensor] = []
     step = frequencies.shape[1] if batches_layers(positions.device) else 1

@@ -312,9 +312,10 @@ def operator(
 
         @functools.wraps(function)
         def call(*arguments):
-            if plainly is not None and (in_portable_graph() or carry_tangents(*arguments)):
+            has_tangents = carry_tangents(*arguments)
+            if plainly is not None and (has_tangents or in_portable_graph()):
                 return plainly(*arguments)
-            if carry_tangents(*arguments):
+            if has_tangents:
                 refuse_tangents()
             needs_gradient = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments) or is_transformed()
             return (differentiable if needs_gradient and torch.is_grad_enabled() else direct)(*arguments)

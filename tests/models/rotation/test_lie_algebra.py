@@ -5,12 +5,17 @@ import pytest
 import reference
 import torch
 
-from hf_liere.models.fast.closed_forms import plane_rotations
+from hf_liere.models.fast.closed_forms import layer_plane_rotations
 from hf_liere.models.fast.dispatch import working_dtype
 from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 pytestmark = pytest.mark.usefixtures("every_path")
+
+
+def plane_rotations(positions, frequencies):
+    """(K, P, 2) of one layer."""
+    return layer_plane_rotations(positions, frequencies.unsqueeze(1))[0].transpose(0, 1)
 
 
 def exponents(positions, generators):
