@@ -4,6 +4,7 @@ Images per second of the stored runs on accelerators, by device, encoding and si
     python training/evidence/device_speed.py
 """
 
+import argparse
 import statistics
 import sys
 from collections import defaultdict
@@ -52,5 +53,13 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows(stored_results())))
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
     print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
