@@ -3,7 +3,8 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/support/distributed_worker.py KIND CONFIG_DIR BATCH OUTPUT
 
 KIND is `ddp`; `fsdp` for FSDP2 block by block, `fsdp_small` with units of single projections and of the rotary encoding
-too; `ddp_accumulated` and `fsdp_accumulated` with a micro-batch for each sample; or `zero3` for DeepSpeed.
+too, `fsdp_hybrid` with two copies of the shards; `ddp_accumulated` and `fsdp_accumulated` with a micro-batch for each
+sample; or `zero3` for DeepSpeed.
 """
 
 import contextlib
@@ -32,7 +33,10 @@ def leave():
 
 
 def shard(model, kind):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    shape, names = (dist.get_world_size(),), ("shard",)
+    if kind == "fsdp_hybrid":
+        shape, names = (2, shape[0] // 2), ("replicate", "shard")
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layer in model.liere.layers:
         if kind == "fsdp_small":
             fully_shard(layer.attention.q_proj, mesh=mesh)

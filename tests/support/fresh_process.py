@@ -57,13 +57,18 @@ def run_with_torchrun(*arguments) -> subprocess.CompletedProcess:
 
 
 def run_two_processes(*arguments, **variables) -> subprocess.CompletedProcess:
+    return run_processes(2, *arguments, **variables)
+
+
+def run_processes(count: int, *arguments, **variables) -> subprocess.CompletedProcess:
     """[`run_with_torchrun`] without torchrun: copies as of [`run_warm`], with the variables that it would set."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     variables |= {"CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return _run_warm(arguments, None, [{**variables, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"])
+    variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    ranks = map(str, range(count))
+    return _run_warm(arguments, None, [{**variables, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks])
 
 
 def run_code(code, folder, package=True):
