@@ -104,6 +104,8 @@ def test_counts_on_meta():
     # What a layer saves for a sample, in widths: both norms with their inputs, query, key, value, output, and 4 + 4 of
     # the MLP; besides them a few numbers per row.
     assert found["sample"]["inside"] == pytest.approx(layers * 16 * tokens * width * 2, rel=0.01)
+    # Rotations of 8 × 8, for all samples; GPUs keep no squares of them.
+    assert found["fixed"]["outside"] == pytest.approx(layers * 12 * tokens * 8 * 8**2 * 4, rel=0.02)
     shapes = [*found["root"], *found["layer"] * layers]
     with torch.device("meta"):
         model = hf_liere.LieREViTForImageClassification(hf_liere.LieREViTConfig(num_labels=1000))
