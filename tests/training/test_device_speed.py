@@ -1,14 +1,32 @@
-"""The table of docs/speed.md about runs on accelerators, from the lines that are stored."""
+"""The tables of docs/speed.md about GPUs, from the lines that are stored."""
 
+import json
 import statistics
 
 from checkout import ROOT
 
-from training.evidence.device_speed import rows, stored_results, table
+from training.evidence.device_speed import NOT_MEASURED, rows, steps, stored_results, table
 
 
-def test_the_page_has_the_table():
-    assert table() in (ROOT / "docs/speed.md").read_text(encoding="utf-8")
+def test_the_page_has_the_tables():
+    page = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
+    assert table() in page and steps() in page
+
+
+def test_records_of_gpus_become_a_table(tmp_path):
+    assert steps(tmp_path) == NOT_MEASURED
+    machine = {"gpu": "A GPU", "cpu": "a CPU", "torch": "2.9", "transformers": "5.17", "code": "abc"}
+    case = {"model_size": "small", "patch_size": 16, "image_size": 224, "batch_size": 64, "dtype": "bfloat16"}
+    line = {"case": {**case, "compile": False, "device": "cuda"}, "phase": "training", "row": "liere8"}
+    seconds = [[0.1, 0.12, 0.12, 0.1], [0.1, 0.13, 0.13, 0.1], [0.1, 0.2, 0.2, 0.1]]
+    lines = [{"machine": machine}, {"section": "environment"}, {**line, "seconds": seconds}]
+    (tmp_path / "gpu_a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    found = steps(tmp_path)
+    assert found.startswith("A GPU, torch 2.9, transformers 5.17, code abc:") and "| ≤ 1.4 | 1.300 | yes |" in found
+    assert found.endswith(
+        "| model | ViT-S/16 at 224 px, batch 64, bfloat16, eager, training |\n| --- | --- |\n"
+        "| `liere8` | 1.300 (130.0 ms) |"
+    )
 
 
 def test_a_row_is_the_median_of_its_runs():

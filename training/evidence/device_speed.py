@@ -1,5 +1,6 @@
 """
-Images per second of the stored runs on accelerators, by device, encoding and size, as the table of docs/speed.md:
+The tables of docs/speed.md about GPUs: steps beside transformers' ViT, of the records of `make gpu` that are stored as
+speed/records/gpu_*.jsonl, and images per second of the stored runs on accelerators, by device, encoding and size.
 
     python training/evidence/device_speed.py
 """
@@ -16,10 +17,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from training.evidence.gpu.record import describe, goals_table, overview  # noqa: E402
 from training.evidence.reporting.result_lines import read_results  # noqa: E402
+from training.evidence.speed.measurements import read_lines  # noqa: E402
 
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS, RECORDS = Path(__file__).parent / "results", Path(__file__).parent / "speed" / "records"
+NOT_MEASURED = "Steps beside Transformers' ViT on a GPU: not measured. `make gpu` measures them."
 COLUMNS = ("sweep", "device", "pixels", "encoding, block_size", "trains", "runs", "images/s", "ms a step")
 
 
@@ -49,6 +53,13 @@ def stored_results() -> list[dict[str, Any]]:
     return [result for path in sorted(RESULTS.rglob("*.jsonl")) for result in read_results(path)]
 
 
+def steps(folder: Path = RECORDS) -> str:
+    """Goals and times of every stored record of `make gpu`."""
+    records = map(read_lines, sorted(folder.glob("gpu_*.jsonl")))
+    parts = [f"{describe(lines)}:\n\n{goals_table(lines)}\n\n{overview(lines)}" for lines in records]
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
 def table() -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows(stored_results())))
 
@@ -57,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
         arguments
     )
-    print(table())
+    print(f"{steps()}\n\n{table()}")
     return 0
 
 

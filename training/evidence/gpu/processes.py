@@ -12,20 +12,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from training.evidence.gpu.report import Section
+from training.evidence.gpu.run_section import OUT_OF_TIME
 from training.evidence.gpu.sections import Settings
 
 
 ROOT = Path(__file__).resolve().parents[3]
+# Seconds that a section may take beyond the minutes, to end what it measures.
+GRACE = 60
 LOG_LINES = 60
+UNFINISHED = "The minutes were over; --resume goes on."
 
 
 def run_section(name: str, settings: Settings, time_limit: float) -> Section:
-    """Runs a section; adds the end of its output if it fails. Ctrl-C and the time limit end its processes."""
+    """
+    Runs a section; adds the end of its output if it fails. Ctrl-C, the time limit, and a minute after the minutes end
+    its processes.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         text, log = Path(folder, "text.md"), Path(folder, "log.txt")
         text.touch()
         command = [sys.executable, "-m", "training.evidence.gpu.run_section", name, str(text), settings.device]
+        # Sections make their tables from the record.
+        command += ["--record", str(settings.record or Path(folder, "record.jsonl")), "--until", str(settings.until)]
         with log.open("wb") as output, _interruptions() as interrupted:
             process = subprocess.Popen(
                 [*command, *["--quick"] * settings.quick],
@@ -35,9 +44,11 @@ def run_section(name: str, settings: Settings, time_limit: float) -> Section:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            outcome, reason = _wait(process, log, interrupted, start, time_limit)
+            outcome, reason = _wait(process, log, interrupted, start, time_limit, settings.until + GRACE)
         found = text.read_text(encoding="utf-8")
-        if outcome != "passed":
+        if outcome == "unfinished":
+            found += f"\n\n{reason}"
+        elif outcome != "passed":
             # Progress bars overwrite their line.
             lines = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_LINES:]
             found += f"\n\n{reason} The end of what it printed:\n\n" + "\n".join(["```text", *lines, "```"])
@@ -49,7 +60,7 @@ def _environment(name: str, settings: Settings) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
     if settings.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        if name == "self_check":
+        if name in ("self_check", "kernels"):
             # Triton's kernels need the interpreter on CPUs.
             environment["TRITON_INTERPRET"] = "1"
     return environment
@@ -68,15 +79,17 @@ def _interruptions() -> Iterator[threading.Event]:
 
 
 def _wait(
-    process: subprocess.Popen, log: Path, interrupted: threading.Event, start: float, time_limit: float
+    process: subprocess.Popen, log: Path, interrupted: threading.Event, start: float, time_limit: float, latest: float
 ) -> tuple[str, str]:
     """The outcome and, unless it is `passed`, a sentence on the reason."""
     while process.poll() is None:
         seconds = time.monotonic() - start
-        if interrupted.is_set() or seconds > time_limit:
+        if interrupted.is_set() or seconds > time_limit or time.time() > latest:
             _end(process)
             if interrupted.is_set():
                 return "interrupted", "It was interrupted."
+            if seconds <= time_limit:
+                return "unfinished", UNFINISHED
             return "failed", f"It was ended after {seconds:.0f} s, by --time_limit {time_limit}."
         if sys.stderr.isatty():
             print(f"\r      {seconds:.0f} s  {_last_line(log)}\033[K", end="", file=sys.stderr, flush=True)
@@ -85,6 +98,8 @@ def _wait(
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if process.returncode == 0:
         return "passed", ""
+    if process.returncode == OUT_OF_TIME:
+        return "unfinished", UNFINISHED
     how = f"with exit code {process.returncode}"
     if process.returncode < 0:
         how = f"by signal {signal.Signals(-process.returncode).name}"

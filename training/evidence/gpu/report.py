@@ -14,6 +14,7 @@ import transformers
 import hf_liere
 from hf_liere.errors import InputError
 from training.common.records import write_text
+from training.evidence.gpu.record import Lines, comparison_tables, goals_table
 from training.evidence.gpu.sections import DESTINATIONS, SECTIONS, Settings
 from training.evidence.reporting.markdown import markdown
 
@@ -23,7 +24,7 @@ SECTION = re.compile(r"^## (\w+)\n\n<!-- (\w+), (\d+) s -->\n\n(.*?)\n(?=\n## \w
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The result of a check. `outcome` is passed, failed or interrupted; `text` is Markdown."""
+    """The result of a check. `outcome` is passed, failed, unfinished or interrupted; `text` is Markdown."""
 
     name: str
     outcome: str
@@ -67,13 +68,15 @@ class Report:
     def passed(self, name: str) -> bool:
         return name in self.sections and self.sections[name].outcome == "passed"
 
-    def add(self, section: Section) -> None:
+    def add(self, section: Section, lines: Lines | None = None) -> None:
+        """Writes the report with this section, and with the tables of the record's lines."""
         self.sections[section.name] = dataclasses.replace(section, text=remove_secrets(section.text).strip())
         ordered = [self.sections[name] for name in SECTIONS if name in self.sections]
         rows = [[each.name, each.outcome, f"{each.seconds:.0f} s", DESTINATIONS[each.name]] for each in ordered]
         rows += [[name, "not run", "–", DESTINATIONS[name]] for name in SECTIONS if name not in self.sections]
         parts = ["# GPU check", self.heading, f"Written {time.strftime('%Y-%m-%d %H:%M')}"]
         parts.append(markdown(["section", "outcome", "time", "belongs in"], rows))
+        parts += filter(None, [goals_table(lines or []), remove_secrets(comparison_tables(lines or []))])
         for section in ordered:
             parts += [f"## {section.name}", f"<!-- {section.outcome}, {section.seconds:.0f} s -->", section.text or "–"]
         write_text(self.path, "\n\n".join(parts) + "\n")

@@ -17,16 +17,20 @@ import hf_liere.tools.environment
 from hf_liere.kernels import cuda
 from hf_liere.models.rotation.grouped_rotation import Rotation
 from hf_liere.plain import plain_layer
+from training.evidence.gpu.comparisons import FIRST, OTHERS, measure_cases
+from training.evidence.gpu.graphs import graphs_table
 from training.evidence.gpu.models import (
     ENCODINGS,
     CheckFailed,
     Settings,
     batch,
     build_model,
+    largest_error,
     milliseconds,
     relative_error,
     step,
 )
+from training.evidence.gpu.patched import measure_patched
 from training.evidence.reporting.markdown import markdown
 
 
@@ -34,9 +38,13 @@ ROOT = Path(__file__).resolve().parents[3]
 # The tests that use a GPU if there is one. The last are transformers' own and need its sources.
 TESTS = ("kernels/test_kernels.py", "kernels/test_self_check.py", "test_environment.py", "test_common.py")
 QUICK_TESTS = ("kernels/test_kernels.py", "-k", "without_triton")
-ROWS = "absolute axial_rope rope_mixed comrope_ld8 liere8 liere64".split()
-# Accepted errors of float32 against float64, for rotations and for gradients, which sum over tokens.
-ROTATION_ERROR, GRADIENT_ERROR = 1e-5, 1e-3
+# The kernels that models of the speed sections run: types, block sizes, and widths of a head.
+FIRST_KERNELS = list(itertools.product((torch.bfloat16, torch.float32), (2, 8, 64, 4), (64,)))
+# Multiples of the initial norm.
+NORMS = (1, 10)
+# Accepted errors of float32: of rotations and of gradients of generators, which sum over tokens, beside float64; of the
+# gradients of compiled models beside eager ones.
+ROTATION_ERROR, GENERATOR_ERROR, GRADIENT_ERROR = 1e-6, 1e-4, 1e-3
 
 
 def environment(settings: Settings) -> Iterator[str]:
@@ -48,10 +56,20 @@ def environment(settings: Settings) -> Iterator[str]:
 
 
 def self_check(settings: Settings) -> Iterator[str]:
-    """Triton kernels compared with plain operations."""
-    # Triton's interpreter multiplies the bit patterns of bfloat16 matrices.
-    types = cuda.TYPES if settings.device == "cuda" else (torch.float32, torch.float16)
-    cases = itertools.product(types, (2, 8) if settings.quick else (2, 4, 5, 8, 16, 32, 64), (64, 128))
+    """The Triton kernels of the speed sections compared with plain operations."""
+    yield from _check_kernels(settings, FIRST_KERNELS)
+
+
+def kernels(settings: Settings) -> Iterator[str]:
+    """All other Triton kernels compared with plain operations."""
+    cases = itertools.product(cuda.TYPES, (2, 4, 5, 8, 16, 32, 64), (64, 128))
+    yield from _check_kernels(settings, [case for case in cases if case not in FIRST_KERNELS])
+
+
+def _check_kernels(settings: Settings, cases: list[tuple[torch.dtype, int, int]]) -> Iterator[str]:
+    if settings.device == "cpu":
+        # Triton's interpreter takes seconds, and multiplies the bit patterns of bfloat16 matrices.
+        cases = [case for case in cases if case[0] != torch.bfloat16 and case[1] in (2, 8)][-2:]
     rows, failed = [], []
     for dtype, block_size, head_dim in cases:
         states = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=settings.device)
@@ -60,6 +78,7 @@ def self_check(settings: Settings) -> Iterator[str]:
     for case, outcome in cuda.self_check.outcomes.items():
         error = "–" if outcome.error is None else f"{outcome.error:.3f}"
         rows.append([str(case), outcome.failure or "equal", error, f"{outcome.seconds:.1f} s"])
+        settings.add(section="kernels", row=str(case), failed=outcome.failure, error=outcome.error)
     yield markdown(["case", "outcome", "largest error as a fraction of what rounding explains", "time"], rows)
     if failed:
         raise CheckFailed(f"{len(failed)} cases are refused, the first because: {failed[0]}")
@@ -84,29 +103,36 @@ def tests(settings: Settings) -> Iterator[str]:
 def precision(settings: Settings) -> Iterator[str]:
     """Rotations in float32, and gradients of their generators, beside float64 on the CPU."""
     rows, wrong = [], []
-    for encoding in ENCODINGS:
-        model = build_model(settings, encoding)
-        rotation_error = _rotation_error(model)
-        gradient_error = None
+    for encoding, factor in itertools.product(ENCODINGS, NORMS):
+        model = build_model(settings, encoding, num_hidden_layers=2)
+        if factor != 1 and not list(model.rotary_parameters()):
+            continue
+        with torch.no_grad():
+            for _, parameter in model.rotary_parameters():
+                parameter.mul_(factor)
+        rotation_error, gradient_error = _rotation_error(settings, model), None
         if list(model.rotary_parameters()):
             inputs = batch(Settings(settings.device, quick=True), model.config)
-            gradient_error = _gradient_error(model, inputs)
-        rows.append([encoding, f"{rotation_error:.1e}", "–" if gradient_error is None else f"{gradient_error:.1e}"])
+            gradient_error = _gradient_error(settings, model, inputs)
+        name = encoding if factor == 1 else f"{encoding}, {factor} times its initial norm"
+        rows.append([name, f"{rotation_error:.1e}", "–" if gradient_error is None else f"{gradient_error:.1e}"])
+        settings.add(section="precision", row=name, rotation_error=rotation_error, gradient_error=gradient_error)
         # NaN compares as false.
-        if not (rotation_error < ROTATION_ERROR and (gradient_error or 0) < GRADIENT_ERROR):
-            wrong.append(encoding)
+        if not (rotation_error < ROTATION_ERROR and (gradient_error or 0) < GENERATOR_ERROR):
+            wrong.append(name)
     yield markdown(["encoding", "largest error of an entry of R(p)", "of the generators' gradient, relative"], rows)
     if wrong:
-        raise CheckFailed(f"{', '.join(wrong)}: accepted are {ROTATION_ERROR} and {GRADIENT_ERROR}.")
+        raise CheckFailed(f"{', '.join(wrong)}: accepted are {ROTATION_ERROR} and {GENERATOR_ERROR}.")
 
 
 @torch.no_grad()
-def _rotation_error(model) -> float:
+def _rotation_error(settings: Settings, model) -> float:
     """The largest error of rotations in the first and last layer."""
     config, error = model.config, 0.0
     parameters = {name.split(".")[-1]: parameter for name, parameter in model.rotary_parameters()}
     positions = model.liere.grid_positions(config.train_grid, model.device)
-    rotations: list[Rotation] = list(model.liere.rotations(positions))
+    with settings.accelerated():
+        rotations: list[Rotation] = list(model.liere.rotations(positions))
     for layer in (0, config.num_hidden_layers - 1):
         expected = plain_layer(config, config.num_axes, parameters, layer).rotations(positions.coordinates.cpu())
         found = rotations[layer].matrices().cpu()  # (1, heads or 1, N, blocks, b, b)
@@ -114,49 +140,52 @@ def _rotation_error(model) -> float:
     return error
 
 
-def _gradient_error(model, inputs: dict[str, torch.Tensor]) -> float:
+def _gradient_error(settings: Settings, model, inputs: dict[str, torch.Tensor]) -> float:
     exact = copy.deepcopy(model).cpu().double()
-    step(model, inputs)
+    with settings.accelerated():
+        step(model, inputs)
     step(exact, {"pixel_values": inputs["pixel_values"].cpu().double(), "labels": inputs["labels"].cpu()})
     pairs = zip(model.rotary_parameters(), exact.rotary_parameters())
     return max(relative_error(found.grad, expected.grad) for (_, found), (_, expected) in pairs)
 
 
 def speed(settings: Settings) -> Iterator[str]:
-    """Time and peak memory of ViT-S and ViT-B, with and without kernels."""
-    runs = [
-        ("small", ROWS, "1"),
-        ("small", ["absolute", "rope_mixed", "comrope_ld8", "liere8"], "0"),
-        ("base", ROWS, "1"),
-    ]
-    sizes = "--batch_size 128 --rounds 5".split()
-    if settings.quick:
-        runs = [("tiny", ["absolute", "liere8"], "1")]
-        sizes = "--num_hidden_layers 1 --image_size 32 --batch_size 2 --rounds 1 --warmup 1".split()
-    failed = []
-    for model_size, rows, kernels in runs:
-        with tempfile.TemporaryDirectory() as folder:
-            flags = ["--model_size", model_size, "--dtype", str(settings.half).removeprefix("torch."), *sizes]
-            flags += ["--rows", *rows, "--device", settings.device]
-            command = [
-                sys.executable,
-                "training/evidence/benchmark_speed.py",
-                *flags,
-                "--output",
-                f"{folder}/speed.jsonl",
-            ]
-            variables = {"HF_LIERE_CUDA_KERNELS": kernels}
-            yield f"\n`HF_LIERE_CUDA_KERNELS={kernels} python training/evidence/benchmark_speed.py {' '.join(flags)}`\n"
-            try:
-                printed = _run(command, **variables)
-            except CheckFailed as error:
-                failed.append(model_size)
-                yield f"```text\n{error}\n```"
-                continue
-            yield printed.rpartition("\n\nEvery measurement")[0]
-            failed += [model_size] * (" failed (" in printed)
-    if failed:
-        raise CheckFailed(f"Measurements failed for: {', '.join(failed)}.")
+    """Time and peak memory of the models that the goals name, beside transformers' ViT."""
+    measure_cases(settings, "speed", FIRST)
+    yield _failures(settings, "speed")
+
+
+def patched(settings: Settings) -> Iterator[str]:
+    """A patched DINOv2 and a patched Llama beside LoRA."""
+    measure_patched(settings, "patched")
+    yield _failures(settings, "patched")
+
+
+def speed_others(settings: Settings) -> Iterator[str]:
+    """Time and peak memory at other sizes, in float32, at inference and compiled."""
+    measure_cases(settings, "speed_others", OTHERS)
+    yield _failures(settings, "speed_others")
+
+
+def _failures(settings: Settings, section: str) -> str:
+    """
+    The text of a section whose models are in the record.
+
+    Raises:
+        CheckFailed: if models failed but for want of memory.
+    """
+    lines = [line for line in settings.lines() if line.get("section") == section and "failed" in line]
+    if failed := [f"{x['row']}: {x['failed']}" for x in lines if not x["failed"].startswith("OutOfMemoryError")]:
+        raise CheckFailed(f"{len(failed)} models failed: {'; '.join(failed)}")
+    return "The tables are above."
+
+
+def graphs(settings: Settings) -> Iterator[str]:
+    """Training steps of every encoding in CUDA graphs, captured and by torch.compile."""
+    text, wrong = graphs_table(settings)
+    yield text
+    if wrong:
+        raise CheckFailed(f"Failed: {', '.join(wrong)}.")
 
 
 def attention(settings: Settings) -> Iterator[str]:
@@ -230,7 +259,7 @@ def compilation(settings: Settings) -> Iterator[str]:
             losses.append(step(call, inputs).loss)
             gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
             model.zero_grad(set_to_none=True)
-        errors = relative_error(losses[1], losses[0]), _largest_error(*gradients)
+        errors = relative_error(losses[1], losses[0]), largest_error(*gradients)
         if not max(errors) < GRADIENT_ERROR:
             wrong.append(encoding)
         times = [
@@ -242,12 +271,6 @@ def compilation(settings: Settings) -> Iterator[str]:
     yield markdown(["encoding", "error of the loss", "of gradients", "eager step", "compiled step"], rows)
     if wrong:
         raise CheckFailed(f"{', '.join(wrong)}: accepted are errors below {GRADIENT_ERROR}.")
-
-
-def _largest_error(expected: dict, found: dict) -> float:
-    """Relative to the largest gradient of all parameters, because some gradients are zero up to rounding."""
-    scale = max(gradient.abs().max().item() for gradient in expected.values())
-    return max((found[name] - gradient).abs().max().item() for name, gradient in expected.items()) / scale
 
 
 def distributed(settings: Settings) -> Iterator[str]:
@@ -298,13 +321,19 @@ def _run(command: list[str], **variables: str) -> str:
     return process.stdout
 
 
-# In the order in which they run: what is new on a GPU first, and last what other machines check too.
+# In order of worth: whether results are right, what the goals name, what is new on a GPU, and last what other machines
+# check too.
 SECTIONS: dict[str, Callable[[Settings], Iterator[str]]] = {
     section.__name__: section
-    for section in (environment, self_check, precision, speed, attention, compilation, distributed, tests)
+    for section in (
+        *(environment, self_check, precision, speed, patched, graphs, speed_others),
+        *(attention, compilation, kernels, distributed, tests),
+    )
 }
+# Those that run as users run models, with TF32 where PyTorch has it by default.
+TIMED = ("speed", "patched", "graphs", "speed_others")
 # The page or the form to which the text of a section belongs.
 DESTINATIONS = dict.fromkeys(SECTIONS, "a bug report, if it did not pass")
-DESTINATIONS |= dict.fromkeys(("environment", "self_check", "precision", "speed"), "docs/speed.md, section GPUs")
+DESTINATIONS |= dict.fromkeys(("environment", "self_check", "precision", *TIMED), "docs/speed.md, section GPUs")
 DESTINATIONS |= dict.fromkeys(("attention", "compilation"), "docs/deploy.md, section torch.compile")
 DESTINATIONS["distributed"] = "docs/training.md, section Several GPUs and machines"

@@ -34,6 +34,8 @@ from training.evidence.speed.pseudo_code import NaiveRotation, PlainRotation
 
 
 SIZES = {
+    # Of training/recipes/arrows_mini.yaml.
+    "arrows": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
     "tiny": {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768},
     "small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536},
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
@@ -57,7 +59,7 @@ class BenchmarkError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One setting in which models are compared."""
+    """One setting in which models are compared. `compile` is whether models are compiled, or the mode of it."""
 
     model_size: str
     num_hidden_layers: int
@@ -68,7 +70,7 @@ class Settings:
     device: str
     dtype: str
     attn_implementation: str
-    compile: bool
+    compile: bool | str
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -286,7 +288,8 @@ def compile_function(settings: Settings, function: Callable) -> Callable:
     # All models share code. By default, the compiler stops after eight graphs of it and runs others uncompiled.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(function, dynamic=False)
+    mode = settings.compile if isinstance(settings.compile, str) else None
+    return torch.compile(function, dynamic=False, mode=mode)
 
 
 def logits(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:

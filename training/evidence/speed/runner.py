@@ -41,14 +41,20 @@ class Runner:
             self.pixels = self.pixels.to(settings.torch_dtype)
 
     def step(self) -> None:
+        if isinstance(self.settings.compile, str):
+            # The graphs of a step may overwrite the tensors of the step before.
+            torch.compiler.cudagraph_mark_step_begin()
         if not self.training:
             with torch.no_grad():
                 logits(self.call, self.pixels)
             return
         self.model.zero_grad(set_to_none=True)
         with self.settings.autocast():
-            loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
+            loss = self.loss()
         loss.backward()
+
+    def loss(self) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
 
     def seconds(self, steps: int) -> dict[str, float]:
         """Mean seconds of a step by every clock."""
