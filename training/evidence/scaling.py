@@ -3,7 +3,7 @@ Predicts training on several machines, as the section "Past one machine" of docs
 
     python training/evidence/scaling.py
     python training/evidence/scaling.py --gpus 16 128
-    python training/evidence/scaling.py --count       # counts the models on `meta` again, and writes the record
+    python training/evidence/scaling.py --count     # with torch 2.14: counts the models on `meta` again
 
 Weights, optimizer (Adam) and gradients are float32, products bfloat16. DDP reduces gradients in float32. FSDP2 gathers
 and reduces in bfloat16, as with accelerate: each layer, and the rest of the model (the root). Hybrid sharding does so
