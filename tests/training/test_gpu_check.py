@@ -17,9 +17,10 @@ from hf_liere.errors import InputError
 from training.evidence import gpu_check
 from training.evidence.gpu.comparisons import BASELINE, FIRST, OTHERS, compare, measure_cases
 from training.evidence.gpu.models import OutOfTime, Settings
+from training.evidence.gpu.privacy import remove_secrets
 from training.evidence.gpu.processes import run_section
 from training.evidence.gpu.record import GOALS, comparison_tables, goals_table, open_record
-from training.evidence.gpu.report import Report, Section, heading, remove_secrets
+from training.evidence.gpu.report import Report, Section, heading
 from training.evidence.gpu.sections import DESTINATIONS, SECTIONS
 
 

@@ -14,6 +14,7 @@ import torch
 from hf_liere.kernels import cuda
 from hf_liere.models.fast import dispatch
 from training.evidence.gpu import models
+from training.evidence.gpu.privacy import describe_error
 from training.evidence.gpu.record import title
 from training.evidence.speed.clocks import synchronize
 from training.evidence.speed.models import SIZES, Row, Settings
@@ -24,8 +25,10 @@ BASELINE = "transformers_absolute"
 ROWS = "absolute transformers_axial_rope rope_mixed comrope_ld8 liere8 liere8_with_kernel liere64 liere4".split()
 ROWS = [BASELINE, *ROWS, "timm_rope_mixed", "naive_liere8"]
 UNCOMPILED = ["rope_mixed_without_kernels", "liere8_without_kernels", "naive_liere64"]
-# What a row's name ends with, and the value of the kernels' variable with which its model runs.
-VARIANTS = {"_with_kernel": "all", "_without_kernels": "0"}
+# Whether this version has a kernel for exponentials, and the value of the kernels' variable that turns it on.
+HAS_KERNEL, WITH_KERNEL = hasattr(cuda, "batched_rotations"), "all"
+# What a row's name ends with, and the value with which its model runs.
+VARIANTS = {"_with_kernel": WITH_KERNEL, "_without_kernels": "0"}
 # A measurement takes about as many seconds; median and interval are over the blocks.
 SECONDS, MOST_STEPS, BLOCKS = 0.15, 20, 6
 
@@ -129,7 +132,7 @@ def compare(
                 else:
                     line["skipped"] = reason
         except Exception as error:
-            line["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            line["failed"] = describe_error(error)
         checks.add(**line)
         runner = None
         gc.collect()
@@ -150,7 +153,7 @@ def _variant(name: str) -> Iterator[tuple[str, str | None]]:
     if ending is None:
         row = Row.parse(name) if name in (*ROWS, *UNCOMPILED) else None
         yield plain_name, None if row is None or row.is_installed else f"{row.package} is not installed"
-    elif ending == "_with_kernel" and not hasattr(cuda, "batched_rotations"):
+    elif VARIANTS[ending] == WITH_KERNEL and not HAS_KERNEL:
         yield plain_name, "this version has no kernel for exponentials"
     else:
         with switched(VARIANTS[ending]):
@@ -158,17 +161,17 @@ def _variant(name: str) -> Iterator[tuple[str, str | None]]:
 
 
 @contextlib.contextmanager
-def switched(value: str) -> Iterator[None]:
-    """Inside, the variable of the kernels for GPUs has this value."""
+def switched(value: str | None) -> Iterator[None]:
+    """Inside, the variable of the kernels for GPUs has this value; `None` leaves it."""
     before = os.environ.get(cuda.SWITCH)
-    os.environ[cuda.SWITCH] = value
+    os.environ |= {} if value is None else {cuda.SWITCH: value}
     try:
         # What a backend once took, it is not asked about again.
         dispatch._accepted.clear()
         yield
     finally:
         dispatch._accepted.clear()
-        del os.environ[cuda.SWITCH]
+        os.environ.pop(cuda.SWITCH, None)
         os.environ |= {} if before is None else {cuda.SWITCH: before}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from hf_liere.models.encoding.kinds import ENCODINGS
 from training.evidence.gpu import models
+from training.evidence.gpu.privacy import describe_error
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.models import Row, Settings
 from training.evidence.speed.runner import Runner
@@ -33,7 +34,7 @@ def graphs_table(checks: models.Settings) -> tuple[str, list[str]]:
             try:
                 found = check(checks, name)
             except Exception as error:
-                found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+                found = {"failed": describe_error(error)}
             checks.add(section="graphs", row=row, **found)
             if "failed" in found and checks.device == "cuda":
                 # A capture that failed leaves the allocator of memory in it.

@@ -1,10 +1,7 @@
 """The report of gpu_check.py: a Markdown file with one section per check, rewritten after each check."""
 
 import dataclasses
-import getpass
-import os
 import re
-import socket
 import time
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import transformers
 import hf_liere
 from hf_liere.errors import InputError
 from training.common.records import write_text
+from training.evidence.gpu.privacy import remove_secrets
 from training.evidence.gpu.record import Lines, comparison_tables, goals_table
 from training.evidence.gpu.sections import DESTINATIONS, SECTIONS, Settings
 from training.evidence.reporting.markdown import markdown
@@ -80,26 +78,3 @@ class Report:
         for section in ordered:
             parts += [f"## {section.name}", f"<!-- {section.outcome}, {section.seconds:.0f} s -->", section.text or "–"]
         write_text(self.path, "\n\n".join(parts) + "\n")
-
-
-def remove_secrets(text: str) -> str:
-    """Removes tokens and the names of user and host, and replaces the home directory by ~."""
-    for name, value in os.environ.items():
-        if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.I) and len(value) >= 8:
-            text = text.replace(value, "…")
-    text = re.sub(r"\bhf_[A-Za-z0-9]{16,}", "…", text)
-    home = os.path.expanduser("~")
-    for path in {home, os.path.realpath(home)} - {"/"}:
-        text = re.sub(re.escape(path) + r"(?![\w.-])", "~", text)
-    if len(host := socket.gethostname()) > 3:
-        text = re.sub(rf"\b{re.escape(host)}\b", "host", text)
-    # User names may be ordinary words: replace them only in paths and addresses.
-    return re.sub(rf"(?<=/){re.escape(_user())}(?=[/\s'\"]|$)|\b{re.escape(_user())}(?=@)", "user", text)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        # Users in containers may have no name.
-        return "user"

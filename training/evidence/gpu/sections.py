@@ -17,7 +17,7 @@ import hf_liere.tools.environment
 from hf_liere.kernels import cuda
 from hf_liere.models.rotation.grouped_rotation import Rotation
 from hf_liere.plain import plain_layer
-from training.evidence.gpu.comparisons import FIRST, OTHERS, measure_cases
+from training.evidence.gpu.comparisons import FIRST, HAS_KERNEL, OTHERS, WITH_KERNEL, measure_cases, switched
 from training.evidence.gpu.graphs import graphs_table
 from training.evidence.gpu.models import (
     ENCODINGS,
@@ -31,6 +31,7 @@ from training.evidence.gpu.models import (
     step,
 )
 from training.evidence.gpu.patched import measure_patched
+from training.evidence.gpu.privacy import describe_error
 from training.evidence.reporting.markdown import markdown
 
 
@@ -40,6 +41,8 @@ TESTS = ("kernels/test_kernels.py", "kernels/test_self_check.py", "test_environm
 QUICK_TESTS = ("kernels/test_kernels.py", "-k", "without_triton")
 # The kernels that models of the speed sections run: types, block sizes, and widths of a head.
 FIRST_KERNELS = list(itertools.product((torch.bfloat16, torch.float32), (2, 8, 64, 4), (64,)))
+# Sizes of blocks whose exponentials have a kernel.
+EXPONENTIALS = (8, 4, 16)
 # Multiples of the initial norm.
 NORMS = (1, 10)
 # Accepted errors of float32: of rotations and of gradients of generators, which sum over tokens, beside float64; of the
@@ -57,24 +60,32 @@ def environment(settings: Settings) -> Iterator[str]:
 
 def self_check(settings: Settings) -> Iterator[str]:
     """The Triton kernels of the speed sections compared with plain operations."""
-    yield from _check_kernels(settings, FIRST_KERNELS)
+    yield from _check_kernels(settings, FIRST_KERNELS, EXPONENTIALS)
 
 
 def kernels(settings: Settings) -> Iterator[str]:
     """All other Triton kernels compared with plain operations."""
     cases = itertools.product(cuda.TYPES, (2, 4, 5, 8, 16, 32, 64), (64, 128))
-    yield from _check_kernels(settings, [case for case in cases if case not in FIRST_KERNELS])
+    yield from _check_kernels(settings, [case for case in cases if case not in FIRST_KERNELS], ())
 
 
-def _check_kernels(settings: Settings, cases: list[tuple[torch.dtype, int, int]]) -> Iterator[str]:
+def _check_kernels(
+    settings: Settings, cases: list[tuple[torch.dtype, int, int]], exponentials: tuple[int, ...]
+) -> Iterator[str]:
     if settings.device == "cpu":
         # Triton's interpreter takes seconds, and multiplies the bit patterns of bfloat16 matrices.
         cases = [case for case in cases if case[0] != torch.bfloat16 and case[1] in (2, 8)][-2:]
+        exponentials = exponentials[:1]
     rows, failed = [], []
     for dtype, block_size, head_dim in cases:
         states = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=settings.device)
         if reason := cuda.refusal(states, dtype, block_size):
             failed.append(reason)
+    with switched(WITH_KERNEL):
+        for block_size in exponentials if HAS_KERNEL else ():
+            generators = torch.zeros(block_size, block_size, device=settings.device)
+            if reason := cuda.refusal(generators, torch.float32, block_size, "batched_rotations"):
+                failed.append(reason)
     for case, outcome in cuda.self_check.outcomes.items():
         error = "–" if outcome.error is None else f"{outcome.error:.3f}"
         rows.append([str(case), outcome.failure or "equal", error, f"{outcome.seconds:.1f} s"])
@@ -103,18 +114,24 @@ def tests(settings: Settings) -> Iterator[str]:
 def precision(settings: Settings) -> Iterator[str]:
     """Rotations in float32, and gradients of their generators, beside float64 on the CPU."""
     rows, wrong = [], []
-    for encoding, factor in itertools.product(ENCODINGS, NORMS):
+    cases = [(encoding, factor, None) for encoding in ENCODINGS for factor in NORMS]
+    if HAS_KERNEL and settings.device == "cuda":
+        cases += [("liere", factor, WITH_KERNEL) for factor in NORMS]
+    for encoding, factor, switch in cases:
         model = build_model(settings, encoding, num_hidden_layers=2)
         if factor != 1 and not list(model.rotary_parameters()):
             continue
         with torch.no_grad():
             for _, parameter in model.rotary_parameters():
                 parameter.mul_(factor)
-        rotation_error, gradient_error = _rotation_error(settings, model), None
-        if list(model.rotary_parameters()):
-            inputs = batch(Settings(settings.device, quick=True), model.config)
-            gradient_error = _gradient_error(settings, model, inputs)
-        name = encoding if factor == 1 else f"{encoding}, {factor} times its initial norm"
+        gradient_error = None
+        with switched(switch):
+            rotation_error = _rotation_error(settings, model)
+            if list(model.rotary_parameters()):
+                inputs = batch(Settings(settings.device, quick=True), model.config)
+                gradient_error = _gradient_error(settings, model, inputs)
+        name = encoding + (", with the kernel" if switch else "")
+        name += "" if factor == 1 else f", {factor} times its initial norm"
         rows.append([name, f"{rotation_error:.1e}", "–" if gradient_error is None else f"{gradient_error:.1e}"])
         settings.add(section="precision", row=name, rotation_error=rotation_error, gradient_error=gradient_error)
         # NaN compares as false.
@@ -208,7 +225,7 @@ def attention(settings: Settings) -> Iterator[str]:
             results[name] = [relative_error(*pair) for pair in zip(found, expected)]
             time = milliseconds(settings, lambda tested=tested: step(tested, inputs, settings.half))
         except Exception as error:
-            rows.append([name, " ".join(f"{type(error).__name__}: {error}".split())[:300], "–", "–"])
+            rows.append([name, describe_error(error), "–", "–"])
             wrong.append(name)
             continue
         # Half types may have about the errors of eager attention.
