@@ -23,7 +23,7 @@ HUGE_BYTES = 1 << 22
 TOKENS_AT_ONCE = 8
 
 
-def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
+def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int, function: str = "") -> str | None:
     """Why the kernels do not accept tensors like this one for results in `dtype`; `None` if they do."""
     if tensor.device.type != "cpu":
         return "they run only on the CPU"

@@ -1,7 +1,8 @@
 """
 Rotates query and key in one pass over memory, forward and backward, on CUDA (Triton). The kernels are optional: without
 Triton or a GPU, for dtypes other than float32, bfloat16 and float16, and if `self_check` finds a difference, plain
-operations compute the same. HF_LIERE_CUDA_KERNELS=0 in the environment disables the kernels.
+operations compute the same. HF_LIERE_CUDA_KERNELS=0 in the environment disables the kernels; `all` turns on also those
+of `cuda_exponentials`, which make the rotations of small blocks, where `FASTER_ON` does not name the GPU.
 
 The batch shares a rotation, so a program loads the rotation of its tokens once and applies it to several samples.
 Planes (cos and sin) are rotated elementwise; blocks of any size b by tensor cores, as a block-diagonal matrix per head.
@@ -18,26 +19,23 @@ That is 2·S for inference and 6·S for a training step, in addition to the rota
 projections would move the same number of bytes.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .cuda_exponentials import LARGEST_BLOCK, batched_backward, batched_rotations, import_error, tl, triton
 from .layout import Tensors, contiguous_channels, empty_like, is_planes, shared_strides
 from .self_check import SelfCheck, padded_width
 
-
-try:
-    import triton
-    import triton.language as tl
-except Exception as error:
-    # A damaged installation may raise anything; only these kernels need Triton.
-    triton, _import_error = None, f"Triton cannot be imported ({type(error).__name__}: {error})"
 
 NAME = "Triton kernels"
 SWITCH = "HF_LIERE_CUDA_KERNELS"
 # The batch is divided among several programs if tokens and heads give fewer programs than this.
 PROGRAMS = 1024
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Names of GPUs on which `make gpu` found the kernels of exponentials faster than plain operations: none was measured.
+FASTER_ON: tuple[str, ...] = ()
 # Products of wider heads need more shared memory than an H100 has.
 MAX_HEAD_DIM = 128
 
@@ -52,18 +50,25 @@ def is_interpreted() -> bool:
     return triton is not None and not isinstance(_rotate_planes_kernel, triton.JITFunction)
 
 
-def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
+def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int, function: str = "") -> str | None:
     """
-    Why the kernels do not accept these queries or keys for results in `dtype`; `None` if they do. They support blocks
-    of any size on CUDA, and on CPUs under Triton's interpreter. The first call for a device, dtype, block size and head
-    width compares them with plain operations, see `self_check`.
+    Why the kernels do not accept these queries or keys, or generators, for results in `dtype`; `None` if they do. They
+    rotate by blocks of any size, and make those that are small, on CUDA and on CPUs under Triton's interpreter. The
+    first call for a device, dtype, block size and head width compares them with plain operations, see `self_check`.
     """
     if triton is None:
-        return _import_error
+        return import_error
     if not states.is_cuda and not (states.is_cpu and is_interpreted()):
         return "they run only on CUDA"
     if dtype not in TYPES:
         return "they compute only float32, bfloat16 and float16"
+    if function in (batched_rotations.__name__, batched_backward.__name__):
+        if block_size > LARGEST_BLOCK:
+            return f"a block has more than {LARGEST_BLOCK} channels"
+        is_measured = states.is_cuda and torch.cuda.get_device_name(states.device) in FASTER_ON
+        if not is_measured and os.environ.get(SWITCH) != "all":
+            return f"they were not measured on this device: {SWITCH}=all turns them on"
+        return self_check.failure(states.device, dtype, block_size)
     if states.shape[-1] > MAX_HEAD_DIM:
         return f"a head has more than {MAX_HEAD_DIM} channels"
     return self_check.failure(states.device, dtype, block_size, states.shape[-1])
@@ -161,7 +166,7 @@ def _launch(
     The grid over tokens, heads and samples, and a kernel's sizes and constants, for (B, H, N, D) states, rotations of a
     shape (1 or B, 1 or H, N, planes or blocks, …), blocks of a size, or `None` for planes, and `samples` per program.
     """
-    assert triton is not None, _import_error
+    assert triton is not None, import_error
     count, states = len(states), states[0]
     batch, heads, tokens, head_dim = states.shape
     block_dim = padded_width(head_dim)
@@ -195,7 +200,7 @@ def _sums(
     return sums.sum_to_size(shape)
 
 
-self_check = SelfCheck(NAME, apply_rotation, angle_gradients, outer_products)
+self_check = SelfCheck(NAME, apply_rotation, angle_gradients, outer_products, batched_rotations, batched_backward)
 
 
 # `states`, `gradients` and `out` are query and key, or one of them: STATES tensors of (B, H, N, D). `rotation` and

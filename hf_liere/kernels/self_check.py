@@ -4,6 +4,7 @@ block size and head width, because each has separate machine code. Kernels that 
 process. Out-of-bounds accesses cannot be caught; they leave the CUDA context unusable.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from transformers.utils import logging
 
 from ..models.fast.application import apply_rotation, multiply_blocks
 from ..models.fast.dispatch import plain_operations
+from ..models.fast.exponential_gradient import batched_rotations_backward
 from ..models.fast.rotation_gradients import angle_gradients, outer_products
+from ..models.fast.scaling_and_squaring import PORTABLE_SQUARINGS, portable_rotations
 
 
 logger = logging.get_logger(__name__)
@@ -27,7 +30,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 class Case(NamedTuple):
-    """The parameters that kernels are compiled for; `block_dim` is the padded width of a head."""
+    """The parameters that kernels are compiled for; `block_dim` is the padded width of a head, 0 for exponentials."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,7 +39,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} on {self.device}, block size {self.block_size}, heads of up to {self.block_dim} channels"
+        kind = f"heads of up to {self.block_dim} channels" if self.block_dim else "exponentials"
+        return f"{dtype} on {self.device}, block size {self.block_size}, {kind}"
 
 
 class Outcome(NamedTuple):
@@ -56,21 +60,19 @@ class SelfCheck:
     """
     Args:
         name: Name of the kernels in messages.
-        apply_rotation, angle_gradients, outer_products: As the functions of `cuda`.
+        functions: Those of `cuda`, in its order, which are compared.
 
     Attributes:
         outcomes: Results of the comparisons so far, by [`Case`].
     """
 
-    def __init__(self, name: str, apply_rotation: Callable, angle_gradients: Callable, outer_products: Callable):
-        self.name, self._lock = name, threading.Lock()
+    def __init__(self, name: str, *functions: Callable):
+        self.name, self._functions, self._lock = name, functions, threading.Lock()
         self.outcomes: dict[Case, Outcome] = {}
-        self._apply_rotation, self._angle_gradients = apply_rotation, angle_gradients
-        self._outer_products = outer_products
 
-    def failure(self, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
+    def failure(self, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int = 0) -> str | None:
         """Why not to use the kernels, or `None`; the first call for a [`Case`] compares them, and may warn."""
-        case = Case(device, dtype, block_size, padded_width(head_dim))
+        case = Case(device, dtype, block_size, padded_width(head_dim) if head_dim else 0)
         if case not in self.outcomes:
             # The comparison reads results on the CPU, which would abort the capture.
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -84,7 +86,8 @@ class SelfCheck:
         start, failure, error = time.monotonic(), None, 0.0
         try:
             with torch.no_grad(), plain_operations(), torch.autocast(case.device.type, enabled=False):
-                for function, found, expected, bound in self._comparisons(case):
+                comparisons = self._comparisons if case.block_dim else self._exponentials
+                for function, found, expected, bound in comparisons(case):
                     # Count NaN as an infinite error.
                     difference = (found - expected).abs().nan_to_num(torch.inf, torch.inf)
                     worst = (difference / bound).argmax()
@@ -102,6 +105,7 @@ class SelfCheck:
     def _comparisons(self, case: Case) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yields a function's name, its result, that of plain operations, and a bound of the rounding error."""
         size, type_info = case.block_size, torch.finfo(case.dtype)
+        rotate, by_angles, by_blocks, *_ = self._functions
         # One program needs several products for its samples; the other has fewer samples.
         kinds = [("blocks", 70, 3, 66)]
         if size == 2:
@@ -114,7 +118,7 @@ class SelfCheck:
             absolute_gradients, absolute_states = (tuple(map(torch.abs, pair)) for pair in (gradients, states))
             given_gradients, given = ([part.to(case.device) for part in pair] for pair in pairs)
             for inverse in (False, True):
-                found = _results(self._apply_rotation, given, rotation.to(case.device), inverse, samples=samples)
+                found = _results(rotate, given, rotation.to(case.device), inverse, samples=samples)
                 expected = apply_rotation(states, rotation.double(), inverse)
                 sizes = multiply_blocks(absolute_states, (blocks.transpose(-1, -2) if inverse else blocks).abs())
                 for rotated, right, absolute in zip(found, expected, sizes):
@@ -126,12 +130,37 @@ class SelfCheck:
             # (1, H, N, blocks, b, b)
             bound = 2 * batch * EPS * outer_products(absolute_gradients, absolute_states, shape, size)
             if kind == "planes":
-                (found,) = _results(self._angle_gradients, given_gradients, given, shape, samples=samples)
+                (found,) = _results(by_angles, given_gradients, given, shape, samples=samples)
                 right = angle_gradients(gradients, states, rotation.double())
                 yield "angle_gradients", found, right, 2 * (bound[..., 1, 0] + bound[..., 0, 1])
             else:
-                (found,) = _results(self._outer_products, given_gradients, given, shape, size, samples=samples)
+                (found,) = _results(by_blocks, given_gradients, given, shape, size, samples=samples)
                 yield "outer_products", found, outer_products(gradients, states, shape, size), bound
+
+    def _exponentials(self, case: Case) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As [`_comparisons`]."""
+        *_, rotate, go_back = self._functions
+        axes, groups, blocks, tokens, size = 2, 2, 3, 17, case.block_size
+        generator = torch.Generator("cpu").manual_seed(0)
+        normal = functools.partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
+        # Norms up to a few hundred, and zero.
+        positions, matrices = 10 * normal(tokens, axes), normal(axes, groups, blocks, size, size).float()
+        positions[0], generators = 0.0, matrices - matrices.mT
+        exact = torch.stack(portable_rotations(positions, generators.double(), torch.float64))  # (G, P, K, b, b)
+        given = positions, generators, exact.float(), normal(exact.shape).float()
+        tensors = [tensor.to(case.device) for tensor in given]
+        (found,) = _results(rotate, *tensors[:2])
+        yield "batched_rotations", found, exact, EPS * torch.ones_like(exact)
+        # So few programs that one has several tiles of tokens.
+        results = _results(go_back, *tensors, True, programs=groups * blocks + 1)
+        p, a, r, g = (tensor.double() for tensor in given)
+        expected = batched_rotations_backward(p, a, r, g, PORTABLE_SQUARINGS[torch.float64], needs_positions=True)
+        # The polynomial of the derivative errs by 1e-7 of the norm of dL/dR.
+        norms = g.flatten(-2).norm(dim=-1)  # (G, P, K)
+        by_positions = torch.einsum("agk,gpk->pa", a.flatten(-2).norm(dim=-1), norms)
+        by_generators = torch.einsum("pa,gpk->agk", positions.abs(), norms)[..., None, None].expand(generators.shape)
+        for found, right, bound in zip(results, expected, (by_positions, by_generators)):
+            yield "batched_backward", found, right, 2 * EPS * bound
 
 
 def _draw(case: Case, batch: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:

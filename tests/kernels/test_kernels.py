@@ -10,6 +10,7 @@ import pytest
 import torch
 from fresh_process import run_python
 from rotating import rotate, rotate_query_key
+from slow_cases import slow_except
 from triton_loading import DEVICE, load_kernels
 
 from hf_liere.kernels import cpu as cpu_kernels
@@ -259,6 +260,15 @@ def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     # Where a kernel was interpreted, older releases of Triton leave the interpreter's functions to the compiler.
     code = f"import cuda_compilation; cuda_compilation.compile_for_cuda({capability}, {pointer!r}, {head_dim}, {count})"
+    run_python("-c", code)
+
+
+@pytest.mark.parametrize(
+    "capability, block_size, tile", slow_except([(90, 8, 8)], [(90, 8, 8), (80, 5, 16), (89, 16, 16), (90, 5, 16)])
+)
+def test_kernels_of_exponentials_compile_for_cuda(capability, block_size, tile):
+    pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
+    code = f"import cuda_compilation; cuda_compilation.compile_exponentials({capability}, {block_size}, {tile})"
     run_python("-c", code)
 
 

@@ -83,10 +83,10 @@ def register_backend(device_type: str, backend: ModuleType) -> None:
 
     Args:
         backend: Has `NAME`, for reports; `SWITCH`, an environment variable that turns it off with 0;
-            `refusal(tensor, dtype, block_size)`, the reason why it does not take such tensors, or `None`; and some of
-            the functions `apply_rotation`, `angle_gradients`, `outer_products`, `commuting_backward` (several in one
-            pass), `block_rotations`, `block_tangents`, `moments_gradient`, `quaternion_rotations` and
-            `quaternion_gradients`.
+            `refusal(tensor, dtype, block_size, function)`, the reason why a function does not take such tensors, or
+            `None`; and some of the functions `apply_rotation`, `angle_gradients`, `outer_products`,
+            `commuting_backward` (several in one pass), `block_rotations`, `block_tangents`, `batched_rotations`,
+            `batched_backward`, `moments_gradient`, `quaternion_rotations` and `quaternion_gradients`.
     """
     _BACKENDS[device_type] = backend
 
@@ -143,7 +143,7 @@ def ask_backend(
         return backend, f"{backend.SWITCH}=0 turns them off"
     case = backend, function, tensor.device, dtype, block_size, tensor.shape[-1]
     if case not in _accepted:
-        if refusal := backend.refusal(tensor, dtype, block_size):
+        if refusal := backend.refusal(tensor, dtype, block_size, function):
             return backend, refusal
         _accepted.add(case)
     return backend, None

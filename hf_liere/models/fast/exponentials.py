@@ -113,8 +113,10 @@ def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, 
     fake=lambda positions, generators, *_: tuple(torch.empty_like(x).contiguous() for x in (positions, generators)),
 )
 def _batched_backward(positions, generators, rotations, gradient, needs_positions):
-    squarings = PORTABLE_SQUARINGS[positions.dtype]
-    return batched_rotations_backward(positions, generators, rotations, gradient, squarings, needs_positions)
+    arguments, size = (positions, generators, rotations, gradient), generators.shape[-1]
+    if backend := find_exponential_backend("batched_backward", positions, generators, size, rotations.dtype):
+        return backend.batched_backward(*arguments, needs_positions)
+    return batched_rotations_backward(*arguments, PORTABLE_SQUARINGS[positions.dtype], needs_positions)
 
 
 def _fake_batched(positions, generators, dtype):
@@ -129,6 +131,8 @@ def _fake_batched(positions, generators, dtype):
 )
 def _batched_rotations(positions, generators, dtype):
     """(G, P, K, b, b), with a number of squarings that no value decides, so that the host reads none."""
+    if backend := find_exponential_backend("batched_rotations", positions, generators, generators.shape[-1], dtype):
+        return backend.batched_rotations(positions, generators)
     rotations = _fake_batched(positions, generators, dtype)
     for batch, found in batch_rotations(positions, generators, PORTABLE_SQUARINGS[positions.dtype], together=True):
         rotations[batch.layers, batch.tokens] = found.transpose(0, 1)
