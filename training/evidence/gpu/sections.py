@@ -37,7 +37,8 @@ from training.evidence.reporting.markdown import markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 # The tests that use a GPU if there is one. The last are transformers' own and need its sources.
-TESTS = ("kernels/test_kernels.py", "kernels/test_self_check.py", "test_environment.py", "test_common.py")
+TESTS = ("kernels/test_kernels.py", "kernels/test_exponential_kernels.py", "kernels/test_self_check.py")
+TESTS += ("test_environment.py", "test_common.py")
 QUICK_TESTS = ("kernels/test_kernels.py", "-k", "without_triton")
 # The kernels that models of the speed sections run: types, block sizes, and widths of a head.
 FIRST_KERNELS = list(itertools.product((torch.bfloat16, torch.float32), (2, 8, 64, 4), (64,)))
