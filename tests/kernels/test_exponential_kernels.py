@@ -70,6 +70,22 @@ def test_rotations_and_gradients_are_those_of_float64(kernels, monkeypatch, bloc
         assert (ours - right).abs().max() < 1e-6 * right.abs().max()
 
 
+@pytest.mark.slow
+def test_compiled_graphs_call_them(kernels):
+    """Without a break, with the results and gradients of eager calls."""
+
+    def rotate(positions, entries):
+        return torch.stack(layer_block_rotations(positions, skew(entries, 8)))
+
+    positions, entries = started(8, 1)
+    leaf, results = entries.requires_grad_(), []
+    for function in (rotate, torch.compile(rotate, backend="aot_eager", fullgraph=True)):
+        found = function(positions, leaf)
+        results.append([found, *torch.autograd.grad(found.square().cumsum(-1).sum(), leaf)])
+    for compiled, eager in zip(*results):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_only_tokens_that_have_no_rotation_are_not_finite(kernels):
     """Position zero has exactly the identity; neighbours of NaN and of norms that are too large have rotations."""
