@@ -9,7 +9,7 @@ from transformers.utils.generic import maybe_autocast
 from ..fast.closed_forms import cos_sin
 from ..fast.dispatch import batches_layers, in_forward_mode, working_dtype
 from ..fast.rotation_gradients import outer_products_of_layers
-from ..rotation.bases import eigenbasis, skew_from_planes
+from ..rotation.bases import eigenbasis, shared_eigenbases, skew_from_planes
 from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
@@ -229,7 +229,11 @@ class ComRoPEAxialPartition(EncodingInBasis):
         ⌊b/2⌋).
         """
         generators = skew(self.generators[layers].to(dtype), self.block_size)  # (layers, heads, blocks, b, b)
-        basis = eigenbasis(generators.detach())
+        known = getattr(shared_eigenbases, "known", None) if batches_layers(generators.device) else None
+        if known is not None and self not in known:
+            # Eigenvalues wait for the device: once for all layers that ask one after the other.
+            known[self] = eigenbasis(skew(self.generators.detach().to(dtype), self.block_size))
+        basis = eigenbasis(generators.detach()) if known is None else known[self][layers]
         generators = basis.transpose(-1, -2) @ generators @ basis
         return basis, generators, generators[..., 1::2, ::2].diagonal(dim1=-2, dim2=-1)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..fast.dispatch import values_are_unknown, working_dtype
+from ..fast.dispatch import batches_layers, values_are_unknown, working_dtype
 from ..rotation.exponential import skew
 from .kinds import needs_spacing
 from .positions import TokenPositions
@@ -69,10 +69,11 @@ def check_shape(
 
 
 def check_coordinates(positions: torch.Tensor) -> None:
-    """Raises `ValueError` if the user's `positions` are not floating point or not finite."""
+    """Raises `ValueError` if the user's `positions` are not floating point or, where no device waits, not finite."""
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
-    if not values_are_unknown(positions) and not torch.isfinite(positions).all():
+    is_checked = not values_are_unknown(positions) and not batches_layers(positions.device)
+    if is_checked and not torch.isfinite(positions).all():
         raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
 
 

@@ -208,7 +208,7 @@ def patch_indices(grid: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """(N, A) indices of the patches of a grid in raster order, in the working type."""
     # arange, unlike linspace, keeps one compiled graph for every size.
     axes = [torch.arange(size, device=device, dtype=working_dtype(device)) for size in grid]  # A × (n,)
-    return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)  # (N, A)
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)  # (N, A)
 
 
 def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:

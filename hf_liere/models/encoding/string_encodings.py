@@ -189,8 +189,8 @@ def inner_bases(bases: torch.Tensor) -> torch.Tensor:
 def cayley_map(matrices: torch.Tensor) -> torch.Tensor:
     """(I − S)(I + S)⁻¹ of skew-symmetric (…, b, b) S: orthogonal, without the eigenvalue −1; exactly I for zeros."""
     identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    # Both factors commute.
-    return torch.linalg.solve(identity + matrices, identity - matrices)
+    # Both factors commute, and I + S is never singular: nothing is to be read from the device.
+    return torch.linalg.solve_ex(identity + matrices, identity - matrices).result
 
 
 def fourier_basis(size: int, device: torch.device) -> torch.Tensor:

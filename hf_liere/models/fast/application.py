@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .constants import constant
 from .dispatch import find_backend
 
 
@@ -42,7 +43,7 @@ def apply_rotation(states: States, rotation: torch.Tensor, inverse: bool = False
     if not portable and (backend := find_backend("apply_rotation", states[0], rotation.shape[-1])):
         return backend.apply_rotation(states, rotation, inverse)
     if rotation.ndim == 5:
-        rotation = rotation * rotation.new_tensor([1.0, -1.0]) if inverse else rotation
+        rotation = rotation * constant((1.0, -1.0), rotation) if inverse else rotation
         return rotate_channels(states, rotation, portable)
     if rotation.shape[0] == 1 and not portable:
         return _multiply_shared_blocks(states, rotation, inverse)

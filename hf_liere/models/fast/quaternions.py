@@ -7,6 +7,7 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 from .closed_forms import CLOSED_FORMS
+from .constants import constant
 from .dispatch import in_portable_graph, operator
 from .scaling_and_squaring import find_exponential_backend
 
@@ -69,19 +70,19 @@ def _multiply_units(units: torch.Tensor) -> torch.Tensor:
     """(…, b, b) matrices v ↦ e v f of the (…, 2, 4) unit quaternions e and f, or v ↦ e v ē of (…, 1, 4)."""
     size = 2 + units.shape[-2]
     products = units[..., 0, :, None] * units[..., -1, None, :]  # (…, 4, 4)
-    return (products.flatten(-2) @ units.new_tensor(_product_table(size))).unflatten(-1, (size, size))
+    return (products.flatten(-2) @ constant(_product_table(size), units)).unflatten(-1, (size, size))
 
 
 @functools.cache
-def _product_table(size: int) -> list[list[int]]:
-    """(16, b²) numbers of v ↦ e v f for each pair of units, v ↦ e v f̄ for b = 3; tensors made in an export are fake."""
+def _product_table(size: int) -> tuple[tuple[int, ...], ...]:
+    """(16, b²) numbers of v ↦ e v f for each pair of units, v ↦ e v f̄ for b = 3."""
     entries: dict[tuple[int, ...], int] = {}
     for left, right, column in itertools.product(range(4), repeat=3):
         sign, unit = _UNIT_PRODUCTS[left][column]
         other, row = _UNIT_PRODUCTS[unit][right]
         entries[left, right, row, column] = sign * other * (-1 if size == 3 and right else 1)
     pairs, places = (list(itertools.product(range(least, 4), repeat=2)) for least in (0, 4 - size))
-    return [[entries.get((*pair, *place), 0) for place in places] for pair in pairs]
+    return tuple(tuple(entries.get((*pair, *place), 0) for place in places) for pair in pairs)
 
 
 def _fake_quaternion_rotations(positions, generators, dtype):
@@ -131,7 +132,7 @@ def _exponents_gradient(positions: torch.Tensor, generators: torch.Tensor, gradi
     """(G, P, K, 1 or 2, 3) gradients of the u of [`_exponentials`], from those of the rotations."""
     units, exponents, angles, sinc = (part.to(gradient.dtype) for part in _exponentials(positions, generators))
     size = gradient.shape[-1]
-    products = (gradient.flatten(-2) @ gradient.new_tensor(_product_table(size)).T).unflatten(-1, (4, 4))
+    products = (gradient.flatten(-2) @ constant(_product_table(size), gradient).T).unflatten(-1, (4, 4))
     left = (products * units[..., -1, None, :]).sum(-1)  # (G, P, K, 4)
     right = (products * units[..., 0, :, None]).sum(-2)
     by_units = (left + right).unsqueeze(-2) if size == 3 else torch.stack([left, right], dim=-2)

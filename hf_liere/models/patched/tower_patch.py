@@ -15,6 +15,7 @@ from torch import nn
 from ..parts import Parts
 from ..probing.attention_tower import AttentionTower
 from ..probing.module_inspection import device_of, forward_arguments, projections
+from ..rotation.bases import shared_eigenbases
 
 
 # What plans the patches of a kind of towers: (model, RotaryPatchConfig) → plans.
@@ -215,9 +216,11 @@ def run_tower(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -
     patch, outer = vars(module).get("rotary_patch"), _get_passes()
     if patch is None:
         return forward(*args, **kwargs)
+    known, shared_eigenbases.known = getattr(shared_eigenbases, "known", None), {}
     try:
         return patch.run(module, forward, *args, **kwargs)
     finally:
+        shared_eigenbases.known = known
         _running.passes = tuple(each for each in outer if each in _get_passes())
 
 

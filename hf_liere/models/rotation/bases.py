@@ -2,9 +2,12 @@
 
 import itertools
 import math
+import threading
 
 import torch
 from transformers.utils.generic import maybe_autocast
+
+from ..fast.constants import constant
 
 
 def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -17,13 +20,17 @@ def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Te
     return product - product.transpose(-1, -2)
 
 
-def _splitting(size: int) -> list[list[float]]:
+def _splitting(size: int) -> tuple[tuple[float, ...], ...]:
     """A skew-symmetric (b, b) matrix without a kernel of more than one dimension."""
     matrix = [[0.0] * size for _ in range(size)]
     for number, (row, column) in enumerate(itertools.combinations(range(size), 2), start=1):
         matrix[column][row] = math.cos(number)
         matrix[row][column] = -matrix[column][row]
-    return matrix
+    return tuple(map(tuple, matrix))
+
+
+# While a patched model runs in this thread and its parameters stay: by encoding, the eigenbases of all layers.
+shared_eigenbases = threading.local()
 
 
 @torch.no_grad()
@@ -46,7 +53,7 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
     matrices = generators.to("cpu", torch.float64) if device.type == "mps" else generators
     # In a kernel of two or more dimensions the eigenvectors of iS are not pairs of conjugates; a perturbation (2e-12
     # for float64) splits it.
-    splitting = matrices.new_tensor(_splitting(size))
+    splitting = constant(_splitting(size), matrices)
     # eigh refuses values that are not finite; they still propagate to the loss through S.
     matrices = matrices.nan_to_num(0.0, 0.0, 0.0)
     norms = matrices.flatten(-2).norm(dim=-1)[..., None, None]
