@@ -6,9 +6,12 @@ import evaluate
 import numpy as np
 import pytest
 import torch
-from checkout import ROOT
+from checkout import ROOT, SUPPORT
 from encoding_cases import LEARNED, block_size
+from fresh_process import run_two_processes
+from host_waits import count_waits
 from training_helpers import assert_same_weights, main, train, weights, write_images_folder, write_parquet
+from transformers import Trainer
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
 from hf_liere.errors import InputError
@@ -87,7 +90,17 @@ def test_the_implementation_of_attention_is_the_flags(parquet, tmp_path):
         train(tmp_path / "fast", *flags, "--attn_implementation", "fast")
 
 
-def tiny_trainer(tmp_path, factor=1.0, **fields):
+class RandomPictures:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        """Our sampler also tells the epoch."""
+        return {"pixel_values": torch.randn(3, 16, 16), "labels": 0}
+
+
+def tiny_trainer(tmp_path, factor=1.0, run=None, kind=ClassificationTrainer, **fields):
+    """A trainer with arguments of a `run` and fields of its model, which has a few random pictures."""
     config = LieREViTConfig(
         **{
             "hidden_size": 16,
@@ -105,8 +118,9 @@ def tiny_trainer(tmp_path, factor=1.0, **fields):
         do_train=True,
         weight_decay=0.1,
         rotary_learning_rate_factor=factor,
+        **{"report_to": "none", "disable_tqdm": True} | (run or {}),
     )
-    return ClassificationTrainer(LieREViTForImageClassification(config), arguments)
+    return kind(LieREViTForImageClassification(config), arguments, train_dataset=RandomPictures())
 
 
 @pytest.mark.parametrize("encoding", LEARNED)
@@ -188,26 +202,81 @@ class Breaks(torch.autograd.Function):
         return gradient * float("nan")
 
 
+@pytest.mark.parametrize(
+    "flags, last",
+    [
+        (["--logging_steps", 5], 5),
+        # What does not log, saves and evaluates nothing either.
+        (["--logging_strategy", "no", "--save_strategy", "steps", "--save_steps", 4], 4),
+        (["--logging_strategy", "no", "--eval_strategy", "steps", "--eval_steps", 4, "--do_eval"], 4),
+        (["--logging_strategy", "no"], 6),
+        # Other optimizers take any step that they are asked for.
+        (["--logging_steps", 5, "--optim", "adamw_torch"], 3),
+    ],
+    ids=["log", "checkpoint", "evaluation", "end", "other optimizer"],
+)
 @pytest.mark.parametrize("what", ["loss", "gradient norm"])
-def test_the_first_nan_stops_before_the_step(what, parquet, tmp_path, monkeypatch):
+def test_no_step_is_taken_from_the_first_nan_on(what, flags, last, parquet, tmp_path, monkeypatch):
     steps = []
     genuine = ClassificationTrainer.compute_loss
 
     def broken(trainer, model, *args, **kwargs):
-        loss = genuine(trainer, model, *args, **kwargs)
-        steps.append({name: value.detach().clone() for name, value in trainer.model.state_dict().items()})
-        if len(steps) < 3:
-            return loss
         broken.trainer = trainer
+        loss = genuine(trainer, model, *args, **kwargs)
+        if not model.training:
+            return loss
+        steps.append({name: value.detach().clone() for name, value in trainer.model.state_dict().items()})
+        if len(steps) != 3:
+            return loss
         return loss * float("nan") if what == "loss" else Breaks.apply(loss)
 
     monkeypatch.setattr(ClassificationTrainer, "compute_loss", broken)
+    files = ["--train_files", parquet, "--validation_files", parquet]
     with pytest.raises(FloatingPointError, match=f"The {what} is nan in step 3 .*The step was not taken"):
-        train(tmp_path, "--train_files", parquet)
-    assert len(steps) == 3
+        train(tmp_path, *files, "--max_steps", 6, *flags)
+    assert len(steps) == last
     left = broken.trainer.model.state_dict()
-    assert all(torch.equal(left[name], value) for name, value in steps[-1].items())
-    assert not all(torch.equal(steps[0][name], value) for name, value in steps[-1].items())
+    assert all(torch.equal(left[name], value) for name, value in steps[2].items())
+    assert not all(torch.equal(steps[1][name], value) for name, value in steps[2].items())
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_accumulated_batches_make_one_step(tmp_path, monkeypatch):
+    """The third batch is the first half of the second step."""
+    trainer = tiny_trainer(tmp_path, run={"gradient_accumulation_steps": 2, "logging_steps": 4, "max_steps": 4})
+    genuine, states = trainer.compute_loss, []
+
+    def broken(model, *args, **kwargs):
+        states.append(model.classifier.weight.detach().clone())
+        return genuine(model, *args, **kwargs) * (float("inf") if len(states) == 3 else 1)
+
+    monkeypatch.setattr(trainer, "compute_loss", broken)
+    with pytest.raises(FloatingPointError, match="The loss is inf in step 2 "):
+        trainer.train()
+    assert len(states) == 8 and not torch.equal(states[0], states[2])
+    assert all(torch.equal(state, states[2]) for state in states[2:])
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_steps(tmp_path):
+    run_two_processes(SUPPORT / "broken_step_worker.py", tmp_path)
+    first, second = (torch.load(tmp_path / f"{number}.pt") for number in range(2))
+    assert "The loss or gradient of another process is nan in step 2 " in first["message"]
+    assert "The loss is inf in step 2 " in second["message"]
+    for found in (first, second):
+        assert len(found["states"]) == 5 and torch.equal(found["states"], first["states"])
+        assert not torch.equal(found["states"][0], found["states"][1])
+        assert all(torch.equal(state, found["states"][1]) for state in found["states"][1:])
+
+
+def test_between_logs_nothing_is_read_that_trainer_does_not_read(tmp_path):
+    def count(kind, steps):
+        trainer = tiny_trainer(tmp_path, run={"max_steps": steps, "logging_steps": 50}, kind=kind)
+        with count_waits() as waits:
+            trainer.train()
+        return waits
+
+    assert count(ClassificationTrainer, 7) - count(ClassificationTrainer, 3) == count(Trainer, 7) - count(Trainer, 3)
 
 
 def test_weights_are_finite_and_trained(parquet, tmp_path):

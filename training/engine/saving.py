@@ -193,14 +193,15 @@ class WholeCheckpoints:
 
 class StopRequest(TrainerCallback):
     """
-    Saves a checkpoint and stops after the step in which any process received SIGTERM or SIGINT. A second SIGINT ends
-    the process immediately.
+    Saves a checkpoint and stops after the step in which the process received SIGTERM or SIGINT, or, among several, one
+    step after any of them did. A second SIGINT ends the process immediately.
     """
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.received: list[signal.Signals] = []
         self.stopped = False
+        self._copied: tuple[torch.Tensor, torch.Event | None] | None = None
         self._previous = {}
         self._process = os.getpid()
 
@@ -237,8 +238,18 @@ class StopRequest(TrainerCallback):
         accelerator = self.trainer.accelerator
         if accelerator.num_processes == 1:
             return bool(self.received)
-        flag = torch.tensor(int(bool(self.received)), device=accelerator.device)
-        return bool(accelerator.reduce(flag, reduction="sum").item())
+        flag = torch.full((), int(bool(self.received)), device=accelerator.device)
+        number = accelerator.reduce(flag, reduction="sum").to("cpu", non_blocking=True)
+        event = None if flag.device.type == "cpu" else torch.Event(flag.device)
+        if event is not None:
+            event.record()
+        # That of the last step has arrived, and all processes read the same one; this one would wait for the device.
+        before, self._copied = self._copied, (number, event)
+        if before is None:
+            return False
+        if before[1] is not None:
+            before[1].synchronize()
+        return bool(before[0])
 
 
 def _flush(path: Path) -> None:

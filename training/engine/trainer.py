@@ -18,6 +18,7 @@ from hf_liere.errors import InputError
 from hf_liere.geometry.pose_embedding import POSE_ATTENTION
 from training.common.messages import reason
 from training.data.augmentation import IGNORED_LABEL, EpochSampler
+from training.engine.finite import FirstBroken
 from training.engine.pushing import HubPushes
 from training.engine.saving import WholeCheckpoints
 
@@ -33,7 +34,8 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
     Differences from `Trainer`, for every task:
 
     - Only weights of linear and convolution layers decay. The rotations' parameters may have their own learning rate.
-    - A loss or gradient that is not finite raises before the optimizer's step.
+    - A step whose loss or gradient is not finite is not taken, and none after it. The next log, evaluation or
+      checkpoint raises: nothing is read from the device in between.
     - The order and augmentation of examples do not depend on global random generators.
 
     Attributes:
@@ -49,6 +51,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         if self.args.attn_implementation is not None:
             self._choose_attention(self.args.attn_implementation)
         self.evaluation_seconds = 0.0
+        self.first_broken = FirstBroken()
         # Time and step at which losses were last logged.
         self._last_log: tuple[float, int] | None = None
 
@@ -62,21 +65,36 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._require_finite("loss", loss)
-        # With fp16, gradients may overflow; the scaler then skips the step.
-        if self.accelerator.sync_gradients and self.accelerator.scaler is None:
-            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            self._require_finite("gradient norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        self._record("loss", loss)
+        if self.accelerator.sync_gradients:
+            self._record_gradients(model)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        # As for gradients that overflow with fp16, whose steps the scaler withholds.
+        can_withhold = getattr(optimizer, "_step_supports_amp_scaling", False) and loss.device.type in ("cuda", "cpu")
+        if self.is_deepspeed_enabled or not can_withhold:
+            self.first_broken.check()
+        elif self.accelerator.sync_gradients and self.accelerator.scaler is None:
+            optimizer.found_inf = self.first_broken.found()
         return loss
 
-    def _require_finite(self, what: str, value: torch.Tensor) -> None:
-        if not math.isfinite(value := value.item()):
-            raise FloatingPointError(
-                f"The {what} is {value} in step {self.state.global_step + 1} (epoch {self.state.epoch or 0:.2f}, "
-                f"learning rate {self._get_learning_rate():.3g}). The step was not taken. Try a lower --learning_rate, "
-                "more --warmup_steps, a smaller --max_grad_norm or --bf16 instead of --fp16, and resume from the last "
-                "checkpoint."
-            )
+    def _record_gradients(self, model: nn.Module) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if gradients and self.accelerator.scaler is None:
+            norm = nn.utils.get_total_norm(gradients)
+            self._record("gradient norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if self.accelerator.num_processes > 1:
+            # All processes take the step, or none.
+            found = self.accelerator.reduce(self.first_broken.found())
+            self._record("loss or gradient of another process", torch.where(found > 0, math.nan, 0.0))
+
+    def _record(self, what: str, value: torch.Tensor) -> None:
+        self.first_broken.record(
+            value,
+            f"The {what} is {{}} in step {self.state.global_step + 1} (epoch {self.state.epoch or 0:.2f}, "
+            f"learning rate {self._get_learning_rate():.3g}). The step was not taken. Try a lower --learning_rate, "
+            "more --warmup_steps, a smaller --max_grad_norm or --bf16 instead of --fp16, and resume from the last "
+            "checkpoint.",
+        )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weights of linear and convolution layers, but not generators, norms, biases, tokens or position tables."""
@@ -148,6 +166,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds training speed, without evaluations, and remaining hours to logged losses."""
+        self.first_broken.check()
         now, step = time.perf_counter() - self.evaluation_seconds, self.state.global_step
         if "loss" in logs and self._last_log is not None and step > self._last_log[1]:
             seconds = (now - self._last_log[0]) / (step - self._last_log[1])
@@ -158,7 +177,12 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
             self._last_log = now, step
         super().log(logs, start_time)
 
+    def _save_checkpoint(self, model, trial) -> None:
+        self.first_broken.check()
+        super()._save_checkpoint(model, trial)
+
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        self.first_broken.check()
         start = time.perf_counter()
         metrics = super().evaluate(*args, **kwargs)
         self.evaluation_seconds += time.perf_counter() - start
@@ -195,7 +219,10 @@ class ClassificationTrainer(RotaryTrainer):
             # The count covers all processes, but their gradients are averaged, not summed.
             total = total * self.accelerator.num_processes
         # If no example of the step can be read, the number and the loss are 0.
-        loss = total / max(num_items_in_batch, 1)
+        if isinstance(num_items_in_batch, torch.Tensor):
+            loss = total / num_items_in_batch.clamp(min=1)
+        else:
+            loss = total / max(num_items_in_batch, 1)
         return (loss, outputs) if return_outputs else loss
 
 
