@@ -30,14 +30,6 @@ GUIDE = """
 #     R = torch.matrix_exp(torch.einsum("na,ahkij->hnkij", p, A))  # (H, N, K, b, b)
 #     q = torch.einsum("hnkij,bhnkj->bhnki", R, q.unflatten(-1, (K, b))).flatten(-2)  # and k alike, (B, H, N, K b)
 """
-LAYER_HEAD = """\
-# A layer of hf_liere {version} that needs torch alone. The package has it with kernels, other encodings, starts at
-# any RoPE (`like`) and folding. Parameters have the same names and values there: `layer.encoding.load_state_dict`.
-#
-#     from {module} import {name}, grid_positions
-#     rotary = {name}(num_heads=8, head_dim=64, num_axes={axes})
-#     query, key = rotary(query, key, positions)  # (B, 8, N, 64) each, positions (N, {axes}) or (B, N, {axes})
-"""
 
 
 class Module(NamedTuple):
@@ -85,25 +77,6 @@ def make_code(code_file: str, classes: Iterable[str], parts: Iterable = ()) -> s
     order = in_order(rooms, rooms)
     by_room = sorted(in_order(siblings, needed), key=lambda name: order.index(modules[name].path.parent))
     return _join([modules[name] for name in dict.fromkeys([*in_order(siblings, needed[:1]), *by_room])], head)
-
-
-def make_layer(position_encoding: str, module: str) -> str:
-    """
-    The code of a layer in plain PyTorch, see [`plain.lie_rotary`], for a file `module`.py that needs torch alone.
-    Raises `ValueError` for an encoding that does not rotate.
-    """
-    from .models.encoding.kinds import ENCODINGS
-    from .models.parts import check_name
-    from .plain import PLAIN_ENCODINGS
-
-    check_name("position_encoding", position_encoding, PLAIN_ENCODINGS)
-    kind, axes = PLAIN_ENCODINGS[position_encoding], ENCODINGS[position_encoding].only_axes or 2
-    paths = [*PACKAGE.glob("plain/*.py"), MODELS / "rotation" / "spins.py"]
-    modules = {path.stem: _read(path) for path in paths if path.name != "__init__.py"}
-    siblings = {name: read.siblings for name, read in modules.items()}
-    order = in_order(siblings, ["lie_rotary", kind.__module__.rpartition(".")[2]])
-    head = LAYER_HEAD.format(version=__version__, module=module, name=kind.__name__, axes=axes)
-    return _join([modules[name] for name in order], head)
 
 
 def in_order(graph: Mapping[Any, Iterable], starts: Iterable) -> list:

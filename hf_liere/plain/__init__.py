@@ -1,35 +1,51 @@
 """
-Every encoding in a few lines of plain PyTorch: what the tests compare with, and what `hf-liere bundle layer` writes for
-people who copy.
+The definition of what hf_liere computes, in plain PyTorch: `encodings.py` rotates queries and keys, `model.py` has the
+transformers. Tests compare the package with it, checkpoints carry it, `hf-liere bundle layer` copies its first half.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .comrope import ComRoPEAxialPartition, ComRoPELinearlyDependent
-from .fixed import AxialRoPE, GoldenGateRoPE
-from .free import LieRE, RoPEMixed
-from .lie_rotary import LieRotary, grid_positions
-from .spherical import SphericalRoPE
-from .string import CayleyString, CirculantString, LieREProduct
+from ..version import __version__
+from .encodings import ENCODINGS as PLAIN_ENCODINGS
+from .encodings import LieRotary, grid_positions
 
 
-PLAIN_ENCODINGS: dict[str, type[LieRotary]] = {
-    "axial_rope": AxialRoPE,
-    "golden_gate_rope": GoldenGateRoPE,
-    "rope_mixed": RoPEMixed,
-    "liere": LieRE,
-    "comrope_ap": ComRoPEAxialPartition,
-    "comrope_ld": ComRoPELinearlyDependent,
-    "cayley_string": CayleyString,
-    "circulant_string": CirculantString,
-    "spherical_rope": SphericalRoPE,
-    "liere_product": LieREProduct,
-}
+__all__ = ["MARK", "PLAIN_ENCODINGS", "LieRotary", "grid_positions", "layer_code", "model_code", "plain_layer"]
 
-__all__ = ["PLAIN_ENCODINGS", "LieRotary", "grid_positions", "plain_layer"]
+FOLDER = Path(__file__).parent
+# Every file of code that a save writes begins with this.
+MARK = "# Code of hf_liere "
+LAYER_HEAD = """\
+# A layer of hf_liere {version} that needs torch alone. The package has it with kernels, other encodings, starts at
+# any RoPE (`like`) and folding. Parameters have the same names and values there: `layer.encoding.load_state_dict`.
+#
+#     from {module} import {name}, grid_positions
+#     rotary = {name}(num_heads=8, head_dim=64, num_axes={axes})
+#     query, key = rotary(query, key, positions)  # (B, 8, N, 64) each, positions (N, {axes}) or (B, N, {axes})
+"""
+
+
+def layer_code(position_encoding: str, module: str) -> str:
+    """
+    The code of rotary layers for a file `module`.py that needs torch alone, with an example of one encoding.
+    """
+    kind = PLAIN_ENCODINGS[position_encoding]
+    axes = 2 if any(kind.accepts(size, 24, 2) for size in range(2, 25)) else 3
+    head = LAYER_HEAD.format(version=__version__, module=module, name=kind.__name__, axes=axes)
+    return head + (FOLDER / "encodings.py").read_text("utf-8")
+
+
+def model_code() -> str:
+    """The file beside the weights of every checkpoint: `encodings.py` and `model.py` in one."""
+    encodings, model = ((FOLDER / name).read_text("utf-8") for name in ("encodings.py", "model.py"))
+    known = [line for line in encodings.splitlines() if line.startswith(("import ", "from "))]
+    lines = [line for line in model.splitlines() if line not in known and not line.startswith("from .encodings ")]
+    head = f"{MARK}{__version__}; `pip install .` in a clone of it adds fast kernels and folding.\n"
+    return head + encodings + "\n\n" + "\n".join(lines) + "\n"
 
 
 @torch.no_grad()

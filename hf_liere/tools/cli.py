@@ -335,10 +335,12 @@ def run_card(facts: str) -> str:
     argument("--position_encoding", "a rotary encoding (liere)"),
 )
 def run_bundle(kind: str, output: str, position_encoding: str = "liere") -> str:
-    from ..bundles import make_layer
+    from ..models.parts import check_name
+    from ..plain import PLAIN_ENCODINGS, layer_code
     from ..storage.targets import new_file
 
-    code = make_layer(position_encoding, Path(output).stem)
+    check_name("position_encoding", position_encoding, PLAIN_ENCODINGS)
+    code = layer_code(position_encoding, Path(output).stem)
     with new_file(output) as partial:
         partial.write_text(code, encoding="utf-8")
     return f"{output}: {len(code.splitlines())} lines"

@@ -6,7 +6,7 @@ import torch
 from hf_liere.models.encoding.kinds import CONVENTIONS
 from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.plain import PLAIN_ENCODINGS, LieRotary
-from hf_liere.plain.lie_rotary import planar
+from hf_liere.plain.encodings import planar
 
 
 class PlainTwoParameters(LieRotary):
@@ -16,7 +16,8 @@ class PlainTwoParameters(LieRotary):
     accepts = staticmethod(own_rotations.accepts)
 
     def make_parameters(self):
-        self.generators = torch.nn.Parameter(torch.empty(self.num_axes, 1, self.heads, self.num_blocks, 1))
+        sizes = self.num_axes, self.num_layers, self.heads, self.num_blocks, 1
+        self.generators = torch.nn.Parameter(torch.empty(sizes))
 
     def reset_parameters(self):
         if self.rotary_init == "tenth":
@@ -24,7 +25,7 @@ class PlainTwoParameters(LieRotary):
         super().reset_parameters()
 
     def matrices(self):
-        planes = self.generators[:, 0].expand(-1, -1, -1, self.block_size // 2)  # (A, heads or 1, blocks, b/2)
+        planes = self.generators.expand(-1, -1, -1, -1, self.block_size // 2)  # (A, layers, heads or 1, blocks, b/2)
         return planar(planes.flatten(-2), self.block_size)
 
 

@@ -7,7 +7,7 @@ from hf_liere.plain import plain_layer
 
 def generators(parameters, config, num_axes, layer, head):
     """The skew-symmetric A_a of one head, (A, head_dim, head_dim) in float64; zero for channels without a block."""
-    blocks = plain_layer(config, num_axes, parameters, layer).matrices().detach()
+    blocks = plain_layer(config, num_axes, parameters, layer).matrices()[:, 0].detach()
     of_head = blocks[:, head % blocks.shape[1]]  # (A, blocks, b, b)
     rest = torch.zeros(config.head_dim % of_head.shape[-1], config.head_dim % of_head.shape[-1]).double()
     return torch.stack([torch.block_diag(*matrices, rest) for matrices in of_head])

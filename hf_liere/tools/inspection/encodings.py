@@ -22,7 +22,7 @@ from ...models.encoding.kinds import encoding_of, needs_spacing
 from ...models.encoding.positions import TokenPositions
 from ...models.encoding.rotary_encoding import RotaryEncoding
 from ...models.encoding.starts import start_of
-from ...plain.lie_rotary import rotations
+from ...plain.encodings import rotations
 
 
 # Number of sampled pairs of patches; each needs an eigenvalue decomposition per block.

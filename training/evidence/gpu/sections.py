@@ -152,7 +152,7 @@ def _rotation_error(settings: Settings, model) -> float:
     with settings.accelerated():
         rotations: list[Rotation] = list(model.liere.rotations(positions))
     for layer in (0, config.num_hidden_layers - 1):
-        expected = plain_layer(config, config.num_axes, parameters, layer).rotations(positions.coordinates.cpu())
+        expected = plain_layer(config, config.num_axes, parameters, layer).rotations(positions.coordinates.cpu())[0]
         found = rotations[layer].matrices().cpu()  # (1, heads or 1, N, blocks, b, b)
         error = max(error, (found - expected).abs().max().item())
     return error

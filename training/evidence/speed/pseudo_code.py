@@ -5,6 +5,7 @@ from torch import nn
 
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.plain import plain_layer
+from hf_liere.plain.encodings import rotate
 
 
 def _positions(config) -> torch.Tensor:
@@ -32,7 +33,7 @@ class PlainRotation(nn.Module):
         columns = torch.eye(self.head_dim, dtype=torch.float64)
         # Each column of the identity is a sample with the same states in all tokens.
         states = columns[:, None, None].expand(-1, self.heads, len(self.positions), -1)
-        return self.plain.rotate(states, self.positions).detach().permute(2, 1, 3, 0)
+        return rotate(states, self.plain.rotations(self.positions)[0]).detach().permute(2, 1, 3, 0)
 
 
 class NaiveRotation(nn.Module):
