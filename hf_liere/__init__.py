@@ -16,6 +16,7 @@ from .models.encoding.kinds import Convention
 from .models.encoding.registration import register_coordinates, register_encoding, register_start
 from .models.encoding.rotary_encoding import RotaryEncoding
 from .models.encoding.starts import Start
+from .models.patched import modeling_patched
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
 from .models.transformer.configuration_liere_tokens import LieRETokensConfig
@@ -38,6 +39,12 @@ from .version import __version__
 
 register()
 install_guards()
+
+
+def __getattr__(name: str) -> type:
+    """`RotaryLlamaForCausalLM` and the like, which checkpoints of patched models import."""
+    return getattr(modeling_patched, name)
+
 
 __all__ = [
     "Convention",

@@ -9,16 +9,14 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from . import bundles
-from .libraries import foreign_names, library_of
-from .models.parts import Parts, closest
+from .libraries import library_of
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
 from .models.patched.tower_patch import patched_towers
-from .models.saved_code import SavesItsCode
+from .models.registers import closest
 from .models.transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
-from .models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
+from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
 from .models.transformer.configuration_liere_tokens import LieRETokensConfig
 from .storage.loading import (
     CheckpointError,
@@ -69,13 +67,8 @@ class FamilyWithRotations:
 
 def register() -> None:
     """
-    Register our models with the Auto classes and pipelines; repeated calls are safe. `bundles.py` makes the code that
-    is saved beside their weights, so that a checkpoint also loads without this package.
+    Register our models with the Auto classes and pipelines; repeated calls are safe.
     """
-    SavesItsCode.use_package(bundles.make_code)
-    Parts.elsewhere = ", and what imported files register (--register FILE)"
-    LieREConfig.warn_of_names = foreign_names.warn_of_names
-    LieREConfig.check_names = foreign_names.check_names
     for config_class in CONFIGS:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_class, model in models_of(config_class).items():

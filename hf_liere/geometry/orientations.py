@@ -9,7 +9,7 @@ which are finite everywhere; at an angle of π, where p and −p are the same or
 import torch
 
 from ..models.fast.dispatch import values_are_unknown
-from ..models.parts import check_name
+from ..models.registers import check_name
 from ..models.rotation.exponential import skew
 
 

@@ -20,7 +20,7 @@ from ..models.encoding.given_positions import require_tensors
 from ..models.encoding.positions import GridPositions, TokenPositions
 from ..models.encoding.rotary_embedding import LieRotaryEmbedding
 from ..models.fast.dispatch import values_are_unknown, working_dtype
-from ..models.parts import check_name
+from ..models.registers import check_name
 from ..models.rotation.rotation import PlaneRotation
 from .poses import check_intrinsics, check_poses, first_pose, invert_poses, lift_intrinsics, relative_poses
 

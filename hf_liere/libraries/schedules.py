@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..models.parts import check_name
+from ..models.registers import check_name
 
 
 METHODS = ("position_interpolation", "ntk", "yarn", "vision_yarn")

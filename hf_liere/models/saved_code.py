@@ -1,12 +1,22 @@
-"""Saves the code that a checkpoint needs beside its weights, in one file: transformers looks for code nowhere else."""
+"""
+Saves the code that a checkpoint needs beside its weights, because transformers looks for code nowhere else: the plain
+model, the same for every checkpoint of a release, or a stub that imports the package, and files of users.
+"""
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
+
+from ..plain import MARK
+from ..version import __version__
+from .registers import UserFile
 
 
 # Classes with the mixin below have this base too; type checkers need to know.
@@ -15,42 +25,36 @@ if TYPE_CHECKING:
 else:
     SavedBase = object
 
-# The package's folder, or that of a checkpoint's code.
-MODELS = Path(__file__).parent
-# Every file of code that a save writes begins with this.
-MARK = "# Code of hf_liere "
+PACKAGE = Path(__file__).parents[1]
 # References to our classes, also in checkpoints whose code is in many files.
 OURS = re.compile(r"(?:configuration_liere|modeling_liere\w*|modeling_patched|video_processing_liere)\.(\w+)")
 RELATIVE_IMPORT = re.compile(r"^\s*from \.+(?:\w+\.)*(\w+) import", re.MULTILINE)
+# Outside of `try` transformers would advise to install what has the package's name elsewhere.
+STUB = f"""\
+{MARK}{__version__}, which this model needs.
+try:
+    {{imports}}
+except ImportError as error:
+    raise ImportError("This model needs the package hf_liere: run `pip install .` in a clone of it.") from error
+"""
+GUARD = "try:\n{lines}\nexcept ImportError:\n    raise\n"
 
 
 class SavesItsCode(SavedBase):
-    """Mixin of configurations and processors: `save_pretrained` writes the file that `auto_map` names."""
+    """Mixin of configurations and processors: `save_pretrained` writes the files that `auto_map` needs."""
 
     auto_map: dict
-    # The name of this file without its end, and of the file with `auto_map`.
+    # The name of the file in `auto_map` without its end, and of the file with `auto_map`.
     code_file = "modeling_liere"
     settings_file = "config.json"
-    # Set by the package, see `bundles.make_code`. The code of a checkpoint saves itself.
-    make_code: Callable[..., str] | None = None
-    # For transformers 5.17: the code of a checkpoint may lack the encoding of a configuration without arguments.
-    has_no_defaults_at_init: ClassVar[bool] = True
+
+    def code(self) -> dict[str, str]:
+        """Text by name of every file of code. Raises `ValueError` if a file of a user does not load alone."""
+        raise NotImplementedError
 
     @classmethod
-    def use_package(cls, make_code: Callable[..., str]) -> None:
-        """Save code of the package, which has every encoding: each configuration says for itself what it lacks."""
-        cls.make_code = staticmethod(make_code)
-        if "has_no_defaults_at_init" in vars(cls):
-            del cls.has_no_defaults_at_init
-
-    def parts(self) -> list:
-        """
-        The [`parts.Parts`] that an object uses.
-
-        Raises:
-            ValueError: if the code of a checkpoint lacks one.
-        """
-        return []
+    def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
+        """Code is saved here; transformers would copy the files of the package."""
 
     def to_json_file(self, json_file_path: str | os.PathLike, *args, **kwargs) -> None:
         # The base classes cut an earlier file where a disk is full.
@@ -64,30 +68,65 @@ class SavesItsCode(SavedBase):
         As in the base class, with the code of `auto_map`.
 
         Raises:
-            FileExistsError: if the folder has another file in its place.
+            FileExistsError: if the folder has another file in the place of one of code.
         """
         # References of a downloaded checkpoint start with the name of its repository.
         places = {name: place.rpartition("--")[2] for name, place in self.auto_map.items() if isinstance(place, str)}
         ours = {name: found[1] for name, place in places.items() if (found := OURS.fullmatch(place))}
         self.auto_map = {**self.auto_map, **{name: f"{self.code_file}.{cls}" for name, cls in ours.items()}}
-        folder, classes = Path(save_directory), [kind.__name__ for kind in type(self).__mro__]
-        if (make := type(self).make_code) is None:
-            code = Path(__file__).read_text("utf-8")
-        else:
-            parts, package = self.parts(), __name__.partition(".")[0]
-            code = make(self.code_file, [*classes, *ours.values()], parts)
-            # Read where the file has a name that is not registered.
-            if modules := {part.__module__ for part in parts if part.__module__.partition(".")[0] != package}:
-                self.modules_of_parts = sorted(modules)
-        path = folder / f"{self.code_file}.py"
-        obsolete = find_replaced(folder, self.settings_file, path)
+        folder, code = Path(save_directory), self.code()
+        obsolete = find_replaced(folder, self.settings_file, {folder / name for name in code})
         saved = super().save_pretrained(save_directory)
-        replace_file(path, code.encode())
+        for name, text in code.items():
+            replace_file(folder / name, text.encode())
         for file in obsolete:
             file.unlink()
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
         return saved
+
+
+def stub_code(config: SavesItsCode, files: Sequence[UserFile]) -> dict[str, str]:
+    """
+    The code of a model that needs the package: an import of its classes, and the files of users. Raises `ValueError` if
+    these do not load without other files of the user.
+    """
+    names = {file.module.rpartition(".")[2]: file.text for file in files}
+    if taken := names.keys() & {config.code_file, "modeling_liere"}:
+        raise ValueError(f"{', '.join(taken)}.py is the name of the code of checkpoints; accepted: any other name.")
+    classes = {
+        place.partition(".")[2]
+        for place in config.auto_map.values()
+        if isinstance(place, str) and OURS.fullmatch(place)
+    }
+    imports = [f"from hf_liere import {', '.join(sorted(classes))}", *(f"from .{name} import *" for name in names)]
+    code = {f"{config.code_file}.py": STUB.format(imports="\n    ".join(imports))}
+    code |= {f"{name}.py": text for name, text in names.items()}
+    if files:
+        _load_alone(tuple(code.items()), tuple(file.path for file in files))
+    return code
+
+
+@cache
+def _load_alone(code: tuple[tuple[str, str], ...], paths: tuple[Path, ...]) -> None:
+    """Imports code in another process, without the folders of the user's files."""
+    own = {folder for path in paths for folder in path.resolve().parents if not folder.name.endswith("-packages")}
+    places = [place for place in sys.path if Path(place).resolve() not in own]
+    with TemporaryDirectory() as folder:
+        for name, text in code:
+            Path(folder, name).write_text(text, "utf-8")
+        imported = f"{Path(folder).name}.{code[0][0].removesuffix('.py')}"
+        lines = ["import importlib, sys", f"sys.path[:] = {[*places, str(PACKAGE.parent), str(Path(folder).parent)]!r}"]
+        lines.append(f"importlib.import_module({imported!r})")
+        run = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines)], cwd=folder, capture_output=True, text=True, check=False
+        )
+    if run.returncode:
+        raise ValueError(
+            f"{', '.join(path.name for path in paths)} cannot be saved with a model, because alone it ends with: "
+            f"{run.stderr.strip().splitlines()[-1]}. Accepted: a file that imports installed packages, and from "
+            "hf_liere what it uses."
+        )
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -100,12 +139,12 @@ def replace_file(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def find_replaced(folder: Path, settings_file: str, new: Path) -> list[Path]:
+def find_replaced(folder: Path, settings_file: str, new: set[Path]) -> list[Path]:
     """
-    The code of an earlier save of ours in a folder that a save of the file `new` no longer needs.
+    The code of an earlier save of ours in a folder that a save of the files `new` no longer needs.
 
     Raises:
-        FileExistsError: if one of these files, or a file in the place of the new one, is not of such a save or is a
+        FileExistsError: if one of these files, or a file in the place of a new one, is not of such a save or is a
             link.
     """
     needed: dict[bool, set[Path]] = {True: set(), False: set()}
@@ -113,8 +152,8 @@ def find_replaced(folder: Path, settings_file: str, new: Path) -> list[Path]:
         for place in read_references(settings):
             is_replaced = settings.name == settings_file and OURS.fullmatch(place) is not None
             needed[is_replaced] |= find_code([place], folder)
-    obsolete = needed[True] - needed[False] - {new}
-    for path in sorted(obsolete | {new}):
+    obsolete = needed[True] - needed[False] - new
+    for path in sorted(obsolete | new):
         is_ours = path in needed[True] or (path.is_file() and read_code(path).startswith(MARK))
         if path.is_symlink() or (path.exists() and not is_ours):
             kind = "is a link" if path.is_symlink() else "is not the code of a saved model"

@@ -12,7 +12,6 @@ from safetensors.torch import save
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import TowerPatch, patched_towers
 from ..models.probing.module_inspection import linear_layer
@@ -160,10 +159,6 @@ def _name_parameters(encodings: list[nn.Module]) -> dict[str, nn.Parameter]:
             *around, last = name.split(".")
             found[".".join([str(index), *(part for part in around if part.startswith("rotary_")), last])] = parameter
     return found
-
-
-# The copy of the code in checkpoints does not contain the writer.
-RotaryModelMixin.write_rotations = staticmethod(write_rotations)
 
 
 def load_rotary(

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from ..libraries import TOWERS
 from ..libraries.library_patch import plan_library
-from ..models.patched.modeling_patched import RotaryModelMixin, is_restorable, patch_in_place, unpatch_in_place
-from ..models.patched.rotary_patch import RotaryPatchConfig, plan
+from ..models.patched.modeling_patched import RotaryModelMixin, is_restorable, patch_in_place, plan, unpatch_in_place
+from ..models.patched.rotary_patch import RotaryPatchConfig
 from ..models.patched.tower_patch import patched_towers
 from .guards import warn_unguarded
 from .plain_rope import PlainRope

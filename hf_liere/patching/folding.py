@@ -19,7 +19,6 @@ from ..models.encoding.positions import TokenPositions
 from ..models.encoding.projections import check_foldable, fold_into, to_folded
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.encoding.rotary_fields import DISPLACEMENTS
-from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.patched_forward import place_grid
 from ..models.patched.pretrained_blocks import PretrainedBlocks
 from ..models.patched.pretrained_patch import RopePatch, rotate_states
@@ -68,10 +67,6 @@ def fold_rotations(model: PreTrainedModel, grids: Iterable[tuple[int, ...]] | No
     if getattr(folded.config, "rotary_patch", None) is not None:
         folded._describe_patches()
     return folded.requires_grad_(False)
-
-
-# The copy of the code in checkpoints does not fold.
-RotaryModelMixin.fold_rotations = fold_rotations
 
 
 def _fold_vision(tower: nn.Module, config: RotaryPatchConfig, grids: list[list[int]] | None) -> RotaryPatchConfig:

@@ -14,11 +14,21 @@ from .encodings import ENCODINGS as PLAIN_ENCODINGS
 from .encodings import LieRotary, grid_positions
 
 
-__all__ = ["MARK", "PLAIN_ENCODINGS", "LieRotary", "grid_positions", "layer_code", "model_code", "plain_layer"]
+__all__ = [
+    "MARK",
+    "PLAIN_ENCODINGS",
+    "LieRotary",
+    "grid_positions",
+    "layer_code",
+    "model_code",
+    "plain_layer",
+    "processor_code",
+]
 
 FOLDER = Path(__file__).parent
 # Every file of code that a save writes begins with this.
 MARK = "# Code of hf_liere "
+HEAD = f"{MARK}{__version__}; `pip install .` in a clone of it adds fast kernels and folding.\n"
 LAYER_HEAD = """\
 # A layer of hf_liere {version} that needs torch alone. The package has it with kernels, other encodings, starts at
 # any RoPE (`like`) and folding. Parameters have the same names and values there: `layer.encoding.load_state_dict`.
@@ -44,8 +54,12 @@ def model_code() -> str:
     encodings, model = ((FOLDER / name).read_text("utf-8") for name in ("encodings.py", "model.py"))
     known = [line for line in encodings.splitlines() if line.startswith(("import ", "from "))]
     lines = [line for line in model.splitlines() if line not in known and not line.startswith("from .encodings ")]
-    head = f"{MARK}{__version__}; `pip install .` in a clone of it adds fast kernels and folding.\n"
-    return head + encodings + "\n\n" + "\n".join(lines) + "\n"
+    return HEAD + encodings + "\n\n" + "\n".join(lines) + "\n"
+
+
+def processor_code() -> str:
+    """The file beside video processors."""
+    return HEAD + (FOLDER / "video_processing.py").read_text("utf-8")
 
 
 @torch.no_grad()

@@ -335,7 +335,7 @@ def run_card(facts: str) -> str:
     argument("--position_encoding", "a rotary encoding (liere)"),
 )
 def run_bundle(kind: str, output: str, position_encoding: str = "liere") -> str:
-    from ..models.parts import check_name
+    from ..models.registers import check_name
     from ..plain import PLAIN_ENCODINGS, layer_code
     from ..storage.targets import new_file
 

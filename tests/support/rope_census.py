@@ -37,7 +37,7 @@ from transformers.models.auto import modeling_auto
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
 from hf_liere.auto import model_types
-from hf_liere.models.patched.rotary_patch import plan
+from hf_liere.models.patched.modeling_patched import plan
 from hf_liere.models.patched.tower_patch import patched_towers
 from hf_liere.models.probing.coordinate_probe import frequency_buffers
 from hf_liere.models.probing.module_inspection import forward_arguments, names_in_forward

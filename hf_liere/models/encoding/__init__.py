@@ -3,17 +3,14 @@ Rotary encodings: which positions tokens have, and which rotations an encoding g
 
 Files here import each other, `rotation` and `saved_code`. Start with `positions.py` and `rotary_encoding.py`, which has
 LieRE; `commuting_encodings.py` (ComRoPE), `string_encodings.py`, `spherical_rope.py` and `fixed_encodings.py` define
-the other encodings, and `rotary_fields.py` documents their fields. They offer encodings, starts and coordinates by
-name, and no other file imports them, so that a checkpoint contains those that it needs.
+the other encodings, and `rotary_fields.py` documents their fields.
 """
 
-from . import (  # noqa: F401 (they offer)
+from . import (  # noqa: F401 (they register)
     commuting_encodings,
     fixed_encodings,
-    folded_liere,
     orientations,
     physical_spacing,
-    rounded_planes,
     spherical_rope,
     string_encodings,
 )

@@ -131,7 +131,7 @@ class FoldedPlanes(RotaryEncoding):
             init.copy_(self.inner, torch.eye(self.inner.shape[-1]).expand_as(self.inner))
 
 
-@ENCODINGS.offer("comrope_ap")
+@ENCODINGS.add("comrope_ap")
 class ComRoPEAxialPartition(EncodingInBasis):
     """
     ComRoPE-AP (§3.3.1, eq. 8): block j rotates with coordinate j mod A only, so generators of different axes act on
@@ -238,7 +238,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         return basis, generators, generators[..., 1::2, ::2].diagonal(dim1=-2, dim2=-1)
 
 
-@ENCODINGS.offer("comrope_ld")
+@ENCODINGS.add("comrope_ld")
 class ComRoPELinearlyDependent(ComRoPEAxialPartition):
     """
     ComRoPE-LD (§3.3.2, eq. 10): A_a = θ_a (P − Pᵀ); the generators of all axes are multiples of one matrix and commute.

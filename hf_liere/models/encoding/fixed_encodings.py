@@ -62,7 +62,7 @@ def axial_frequencies(config, num_axes: int, device: torch.device) -> torch.Tens
     return config.rope_theta ** -(rank / count) * (axis == axes)
 
 
-@STARTS.offer("golden_gate")
+@STARTS.add("golden_gate")
 class GoldenGate(Spectrum):
     """The frequencies of golden gate RoPE, see [`golden_gate_frequencies`]."""
 
@@ -71,7 +71,7 @@ class GoldenGate(Spectrum):
     frequencies = staticmethod(golden_gate_frequencies)
 
 
-@STARTS.offer("axial")
+@STARTS.add("axial")
 class Axial(Spectrum):
     """
     The frequencies with which an encoding rotates patches of the training grid as `axial_rope` with `index`
@@ -138,7 +138,7 @@ def fixed_scale(config) -> float:
     return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
 
 
-@ENCODINGS.offer("axial_rope")
+@ENCODINGS.add("axial_rope")
 class AxialRoPE(RotaryEncoding):
     """
     RoPE on each axis separately, nothing learned (VisionLLaMA; RoPE-ViT §3.1): an axis has q = ⌊head_dim / 2A⌋ planes,
@@ -173,7 +173,7 @@ class AxialRoPE(RotaryEncoding):
         return frequencies[:, None, :, :, None]  # (A, 1, 1, planes, 1)
 
 
-@ENCODINGS.offer("golden_gate_rope")
+@ENCODINGS.add("golden_gate_rope")
 class GoldenGateRoPE(RotaryEncoding):
     """
     Planes with fixed frequencies of all axes, see [`golden_gate_frequencies`], times `rotary_init_scale`, 1 by default;

@@ -11,12 +11,11 @@ from ..fast.dispatch import carry_tangents, values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .grouped_positions import GroupedPositions
-from .kinds import FOLDED, convention_of
+from .kinds import convention_of
 from .positions import TokenPositions
 from .rotary_encoding import LieRE, RotaryEncoding
 
 
-@FOLDED.offer("liere")
 class FoldedLieRE(LieRE):
     """
     LieRE for inference: the rotations of some grids are constants; those of other grids are computed on the fly.

@@ -10,9 +10,11 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from ..rotation.grouped_rotation import Rotation
-from .kinds import ENCODINGS, ROUNDED, encoding_of, needs_exponential
+from .folded_liere import FoldedLieRE
+from .kinds import ENCODINGS, encoding_of, needs_exponential
 from .rotary_encoding import RotaryEncoding
 from .rotary_fields import TRAINING_ONLY, RotaryFields, check_rotations
+from .rounded_planes import RoundedPlanes
 
 
 @strict
@@ -55,14 +57,14 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
     """The module for `config.position_encoding`, which rotates, initialised by `rotary_init`."""
     kind = ENCODINGS[config.position_encoding]
     if config.folded_grids is not None:
-        kind = kind.folded_class(config)
+        kind = FoldedLieRE if needs_exponential(config) else kind.folded_class(config)
     elif getattr(config, "round_angles", False):
         if config.position_encoding not in ("rope_mixed", "liere") or config.block_size != 2:
             raise ValueError(
                 f"round_angles=True is for planes, not for {config.position_encoding} with block_size="
                 f"{config.block_size}; accepted: rope_mixed, and liere with block_size=2."
             )
-        kind = ROUNDED[config.position_encoding]
+        kind = RoundedPlanes
     encoding = kind(config, num_axes)
     encoding.reset_parameters()
     if kind.check is not None:

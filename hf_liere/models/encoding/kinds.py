@@ -6,19 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..parts import Parts
+from ..registers import Register
 
 
 # Value of `position_encoding` → its [`rotary_encoding.RotaryEncoding`].
-ENCODINGS = Parts("position_encoding")
+ENCODINGS = Register("position_encoding")
 # Value of `rotary_init` → its [`starts.Start`].
-STARTS = Parts("rotary_init")
+STARTS = Register("rotary_init")
 # Value of `coordinates` → its [`Convention`].
-CONVENTIONS = Parts("coordinates")
-# Encoding → its class whose rotations of some grids are constants.
-FOLDED = Parts("folded position_encoding")
-# Encoding → its class for `round_angles`.
-ROUNDED = Parts("round_angles with position_encoding")
+CONVENTIONS = Register("coordinates")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from .starts import Start
 SPINS = {3: 1, 5: 2, 7: 3}
 
 
-@STARTS.offer("so3")
+@STARTS.add("so3")
 class SO3(Start):
     """[L_x, L_y] = L_z in every block, see `spins` in [`rotary_fields.RotaryFields`]."""
 

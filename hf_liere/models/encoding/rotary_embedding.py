@@ -9,9 +9,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..fast.dispatch import values_are_unknown
-from ..parts import check_name
 from ..probing.planes import channel_pairs
 from ..probing.tables import Tables
+from ..registers import check_name
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation

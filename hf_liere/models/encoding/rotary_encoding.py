@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from ..fast.closed_forms import CLOSED_FORMS, layer_plane_rotations
+from ..fast.closed_forms import layer_plane_rotations
 from ..fast.dispatch import working_dtype
 from ..fast.scaling_and_squaring import Rays
 from ..rotation.exponential import layer_block_rotations, skew
@@ -13,11 +13,11 @@ from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.learned_rotations import LearnedRotations
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from .grouped_positions import GroupedPositions
-from .kinds import ENCODINGS, FOLDED, needs_exponential
+from .kinds import ENCODINGS, PLANES
 from .positions import TokenPositions
 from .rotation_cache import RotationCache
 from .starts import start_of
-from .traits import EncodingTraits, MixedTraits
+from .traits import EncodingTraits
 
 
 Kind = TypeVar("Kind", bound=Rotation)
@@ -190,16 +190,9 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         return {"generators": self.generators * factors.to(self.generators).view(shape)}
 
     @classmethod
-    def parts(cls, config) -> list:
-        # A patch has the default size if it names none.
-        chosen = config.block_size or cls.block_sizes.default
-        forms = [form for size, form in CLOSED_FORMS.items() if chosen in (None, size)]
-        return [*super().parts(config), *forms, cls.folded_class(config)]
-
-    @classmethod
     def folded_class(cls, config) -> "type[RotaryEncoding]":
-        """The class for a folded model: this one if its rotations cost only cos and sin."""
-        return FOLDED["liere"] if needs_exponential(config) else cls
+        """The class for a folded model, where that has no constants of grids."""
+        return cls
 
     def plane_basis(self, device: torch.device) -> torch.Tensor | None:
         """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
@@ -214,7 +207,7 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         return entries
 
 
-@ENCODINGS.offer("liere")
+@ENCODINGS.add("liere")
 class LieRE(RotaryEncoding):
     """
     Free generators for every axis (LieRE §4). With `block_size` 2 this is RoPE-Mixed (LieRE §5.4), which differs only
@@ -269,6 +262,13 @@ class LieRE(RotaryEncoding):
         return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
 
 
-@ENCODINGS.offer("rope_mixed")
-class RoPEMixed(MixedTraits, LieRE):
+@ENCODINGS.add("rope_mixed")
+class RoPEMixed(LieRE):
     """Free generators of planes: learned frequencies of all axes (RoPE-ViT §3.2)."""
+
+    description = "RoPE-Mixed: rotations of planes by learned frequencies of all axes"
+    block_sizes = PLANES
+    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
+    coordinates = "index"
+    commutes = True
+    pretrained = "planes"

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from huggingface_hub.dataclasses import validated_field
 
+from ..registers import UserFile
 from .kinds import ANY, CONVENTIONS, ENCODINGS, STARTS, convention_of, encoding_of, needs_exponential, needs_spacing
 from .starts import start_of
 
@@ -123,13 +124,15 @@ class RotaryFields:
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
-    def parts(self) -> list:
-        """As [`saved_code.SavesItsCode.parts`]: the encoding, its start and its convention of coordinates."""
-        if encoding_of(self) is None:
-            return []
-        convention = convention_of(self)
-        placing = [convention.extents or convention.place] if convention else []
-        return [*ENCODINGS[self.position_encoding].parts(self), start_of(self), *placing]
+    def user_files(self) -> list[UserFile]:
+        """The files in which users registered the encoding, its start and its convention of coordinates."""
+        named = (
+            (ENCODINGS, self.position_encoding),
+            (STARTS, self.rotary_init),
+            (CONVENTIONS, getattr(self, "coordinates", None)),
+        )
+        found = [file for register, name in named for file in register.files(name)]
+        return list(dict.fromkeys(found))
 
 
 # Fields of some encodings or starts.
@@ -260,7 +263,6 @@ def check_rotations(config) -> None:
     if encoding_of(config) is not None:
         _check_block_size(config)
         _check_start(config)
-        config.parts()
         if config.folded_grids is not None:
             _check_folding(config)
 

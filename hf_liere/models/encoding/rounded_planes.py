@@ -8,7 +8,6 @@ from ..fast.application import drop_empty_key, restore_empty_key, rotate_channel
 from ..fast.scaling_and_squaring import Rays
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
-from .kinds import ROUNDED
 from .positions import TokenPositions
 from .rotary_encoding import LieRE
 
@@ -23,7 +22,6 @@ class RoundedPlaneRotation(PlaneRotation):
         return restore_empty_key(rotated, key)
 
 
-@ROUNDED.offer("rope_mixed", "liere")
 class RoundedPlanes(LieRE):
     """
     Planes whose angles, cosines and sines are rounded to float32, as those of most rotary modules: with their

@@ -12,7 +12,7 @@ from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
 
 
-@ENCODINGS.offer("spherical_rope")
+@ENCODINGS.add("spherical_rope")
 class SphericalRoPE(RotaryEncoding):
     """
     Spherical RoPE ("A Circular Argument", arXiv 2511.08368): R(p) = R_z(ω₀ p₀) R_x(ω₁ p₁) in blocks of three channels,

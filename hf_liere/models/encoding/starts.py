@@ -63,7 +63,7 @@ def start_of(config) -> type[Start]:
     return STARTS.get(config.rotary_init, Start)
 
 
-@STARTS.offer("uniform")
+@STARTS.add("uniform")
 class Uniform(Start):
     """U[0, scale), as in LieRE's code."""
 
@@ -74,7 +74,7 @@ class Uniform(Start):
         return {"generators": torch.empty_like(encoding.generators).uniform_(0, encoding.config.rotary_init_scale)}
 
 
-@STARTS.offer("normal")
+@STARTS.add("normal")
 class Normal(Start):
     """N(0, scale²): the entries of P − Pᵀ for a standard normal P, as in ComRoPE's code."""
 
@@ -85,7 +85,7 @@ class Normal(Start):
         return {"generators": torch.empty_like(encoding.generators).normal_(0, encoding.config.rotary_init_scale)}
 
 
-@STARTS.offer("zeros")
+@STARTS.add("zeros")
 class Zeros(Start):
     """No rotations: exp(0) = I (ComRoPE §4.4)."""
 
@@ -119,7 +119,7 @@ class Spectrum(Start):
         )
 
 
-@STARTS.offer("frequencies")
+@STARTS.add("frequencies")
 class Frequencies(Spectrum):
     """
     RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head form one group per axis, plane i of q in a group

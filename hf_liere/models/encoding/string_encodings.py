@@ -17,7 +17,7 @@ from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS
 
 
-@ENCODINGS.offer("cayley_string")
+@ENCODINGS.add("cayley_string")
 class CayleyString(EncodingInBasis):
     """
     Cayley-STRING (Schenck et al., "Learning the RoPEs", arXiv 2502.02562): R(p) = P RoPE-Mixed(p) Pᵀ with P =
@@ -64,7 +64,7 @@ class CayleyString(EncodingInBasis):
         init.zeros_(self.skew)
 
 
-@ENCODINGS.offer("circulant_string")
+@ENCODINGS.add("circulant_string")
 class CirculantString(EncodingInBasis):
     """
     Circulant-STRING (arXiv 2502.02562, eq. 11): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant
@@ -124,7 +124,7 @@ class CirculantString(EncodingInBasis):
         return {"generators": by_block @ sines / self.block_size}
 
 
-@ENCODINGS.offer("liere_product")
+@ENCODINGS.add("liere_product")
 class LieREProduct(CayleyString):
     """
     R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ: Cayley-STRING for every axis alone, each with a learned basis U_a. Rotations of

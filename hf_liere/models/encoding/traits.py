@@ -69,25 +69,3 @@ class EncodingTraits:
     def obstacle(cls, config) -> str | None:
         """Why it cannot rotate with the sizes and fields of a configuration; `None` if it can."""
         return None
-
-    @classmethod
-    def parts(cls, config) -> list:
-        """The classes that the code of a checkpoint needs, see [`parts.Parts`]."""
-        return [cls]
-
-
-class MixedTraits(EncodingTraits):
-    """Traits of RoPE-Mixed, shared by the factors of a model's own planes."""
-
-    description = "RoPE-Mixed: rotations of planes by learned frequencies of all axes"
-    block_sizes = PLANES
-    rotary_inits = ("frequencies", "uniform", "normal", "zeros")
-    rope_theta = 10.0
-    coordinates = "index"
-    commutes = True
-    pretrained = "planes"
-
-    @classmethod
-    def parts(cls, config) -> list:
-        # Encodings of users have a name, and rules of their own.
-        return super().parts(config) if cls.name or config.rotary_init != "pretrained" else [MixedTraits]

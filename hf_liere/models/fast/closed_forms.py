@@ -1,16 +1,11 @@
-"""Rotations of planes by cosines and sines, and the sizes of blocks whose rotations have a closed form."""
+"""Rotations of planes by cosines and sines."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import batches_layers
-
-
-# Block size → (positions, generators, dtype) → rotations, see `quaternions`; the code of a checkpoint may have none.
-CLOSED_FORMS: dict[int, Callable[..., torch.Tensor] | None] = {3: None, 4: None}
 
 
 def layer_plane_rotations(

@@ -22,14 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers.utils.generic import maybe_autocast
 
 
-# Copies of this code beside checkpoints register the same operators under other names.
-NAMESPACE = "hf_liere" if __name__.startswith("hf_liere.") else re.sub(r"\W", "_", __name__)
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY = torch.library.Library("hf_liere", "FRAGMENT")
 # In torch 2.9 `is_exporting()` is also true under torch.compile.
 KNOWS_EXPORT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > (2, 9)
 # Operator → the function that computes it.
 plain_functions: dict[Callable, Callable] = {}
-# Device type → its backend, see `register_backend`; none in the code of a checkpoint.
+# Device type → its backend, see `register_backend`.
 _BACKENDS: dict[str, ModuleType] = {}
 # Cases that a backend takes. Refusals are not kept: one that is due to a CUDA graph capture ends with the capture.
 _accepted: set[tuple] = set()
@@ -298,12 +296,12 @@ def operator(
 
         name = function.__name__.strip("_")
         tags = (torch.Tag.cudagraph_unsafe,) if reads_values else ()
-        custom = torch.library.custom_op(f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=schema, tags=tags)
+        custom = torch.library.custom_op(f"hf_liere::{name}", compute, mutates_args=(), schema=schema, tags=tags)
         custom.register_fake(fake)
         custom.register_vmap(map_elements)
         _LIBRARY.impl(name, map_elements_of_engine, "Batched")
         # Profilers see all calls through `torch.ops`.
-        direct = getattr(getattr(torch.ops, NAMESPACE), name)
+        direct = getattr(torch.ops.hf_liere, name)
         plain_functions[direct] = function
         differentiable = direct
         if gradients is not None:

@@ -2,9 +2,9 @@
 
 import torch
 
-from .closed_forms import CLOSED_FORMS
 from .dispatch import batches_layers, carry_tangents, in_portable_graph, operator, values_are_unknown
 from .exponential_gradient import ARGUMENTS, batched_rotations_backward, block_rotations_backward
+from .quaternions import CLOSED_FORMS, quaternion_rotations
 from .scaling_and_squaring import (
     PORTABLE_SQUARINGS,
     Rays,
@@ -28,10 +28,9 @@ def exponentiate(
     query_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """[`exponential.layer_block_rotations`], by the fastest way for the size of blocks and the kind of graph."""
-    if (size := generators.shape[-1]) in CLOSED_FORMS and not carry_tangents(positions, generators):
-        if (rotate := CLOSED_FORMS[size]) is None:
-            raise ValueError(f"block_size={size} is not in the code of this checkpoint; install hf_liere.")
-        return list(rotate(positions, generators, dtype))
+    size = generators.shape[-1]
+    if size in CLOSED_FORMS and not carry_tangents(positions, generators):
+        return list(quaternion_rotations(positions, generators, dtype))
     if in_portable_graph() or carry_tangents(positions, generators):
         return portable_rotations(positions, generators, dtype)
     # The squarings that suffice for all norms cost five digits, which only float32 results from float64 can spare.

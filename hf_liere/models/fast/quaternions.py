@@ -6,12 +6,13 @@ import itertools
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .closed_forms import CLOSED_FORMS
 from .constants import constant
 from .dispatch import in_portable_graph, operator
 from .scaling_and_squaring import find_exponential_backend
 
 
+# Sizes of blocks with a closed form.
+CLOSED_FORMS = (3, 4)
 # Products of the units 1, i, j, k of the quaternions: row · column = (sign, unit).
 _UNIT_PRODUCTS = (
     ((1, 0), (1, 1), (1, 2), (1, 3)),
@@ -141,6 +142,3 @@ def _exponents_gradient(positions: torch.Tensor, generators: torch.Tensor, gradi
     curvature = torch.where(angles < 1e-3, -1 / 3, (units[..., :1] - sinc) / angles.square())
     along = (imaginary * exponents).sum(-1, keepdim=True) * curvature - sinc * real
     return sinc * imaginary + exponents * along
-
-
-CLOSED_FORMS.update(dict.fromkeys(CLOSED_FORMS, quaternion_rotations))

@@ -8,7 +8,7 @@ is saved with a checkpoint.
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -30,8 +30,10 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from ..transformer.losses import AcceptsCount
 from .head_share import HeadShare
 from .patched_configuration import RotaryConfigMixin, RotaryModelType, replace_config
-from .rotary_patch import RotaryPatchConfig, plan
+from .pretrained_patch import plan_rope
+from .rotary_patch import RotaryPatchConfig, require_unpatched
 from .tower_patch import TowerPlan, detach, patched_towers
+from .vision_patch import plan_towers
 
 
 # Of the mixin, whose classes have another base as well.
@@ -63,10 +65,6 @@ class RotaryModelMixin(_Pickled, ModelBase):
     """
 
     accepts_loss_kwargs: Any = AcceptsCount()
-    # Writes the files of `save_rotary`; set by the package, because a checkpoint's code does not contain it.
-    write_rotations: Callable | None = None
-    # The same of `fold_rotations`.
-    fold_rotations: Callable
 
     def __init__(self, config):
         is_part = _under_construction.get() is config
@@ -88,6 +86,16 @@ class RotaryModelMixin(_Pickled, ModelBase):
                 "The rotations of this model are folded, which is for inference: train the original model."
             )
         return super().train(mode)
+
+    def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> PreTrainedModel:
+        """As [`folding.fold_rotations`]."""
+        from ...patching.folding import fold_rotations
+
+        return fold_rotations(self, grids)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel") -> None:
+        """Code is saved with the configuration; transformers would copy the files of the package."""
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
@@ -146,13 +154,14 @@ class RotaryModelMixin(_Pickled, ModelBase):
         self._describe_patches()
         self._name_in_auto_map()
         are_enough = is_restorable(self.plain_class) and not getattr(self, "_hf_peft_config_loaded", False)
-        write_rotations = type(self).write_rotations
-        if are_enough or write_rotations is None:
+        if are_enough:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
         else:
             names = ("repo_id", "commit_message", "private", "create_pr")
             hub = {"token": kwargs.get("token"), **{name: options.pop(name) for name in names if name in options}}
             super().save_pretrained(save_directory, **options)
+            from ...patching.adapters import write_rotations
+
             write_rotations(self, save_directory, state_dict, is_main_process)
             if push_to_hub:
                 self.push_to_hub(hub.pop("repo_id", str(save_directory)), **hub)
@@ -185,6 +194,20 @@ class RotaryModelMixin(_Pickled, ModelBase):
     def _get_name(self) -> str:
         # Trainer looks up by this name whether labels are shifted.
         return self.plain_class.__name__
+
+
+def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
+    """
+    Check a configuration against a model, before the model is changed. Raises `ValueError` if the model is patched
+    already, has nothing to patch, or the configuration does not fit it.
+    """
+    require_unpatched(model)
+    if split := [name for name, value in model.named_parameters() if hasattr(value, "device_mesh")]:
+        raise ValueError(
+            f"{split[0]} and others are split over processes: patch the whole model, save it with save_pretrained, and "
+            "load that folder with tp_plan or distributed_config; or split the patched model."
+        )
+    return (plan_rope if config.rotary_init == "pretrained" else plan_towers)(model, config)
 
 
 def patch_in_place(model: nn.Module, plans: list[TowerPlan], encodings: list[nn.Module] | None = None) -> None:

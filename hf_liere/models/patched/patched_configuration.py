@@ -6,6 +6,7 @@ from typing import Any, get_args
 from transformers import PreTrainedConfig
 
 from ..encoding.rotary_fields import require_modules
+from ..saved_code import stub_code
 from ..transformer.pose_arguments import SavesPoseAttention
 from .rotary_patch import RotaryPatchConfig
 
@@ -53,11 +54,16 @@ class RotaryConfigMixin(SavesPoseAttention):
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
 
-    def parts(self) -> list:
+    def code(self) -> dict[str, str]:
+        """Those with vision towers travel in plain files; others need the package."""
         patch = self.rotary_patch or {}
         # Parts that are patched differently are saved, but cannot be loaded as one model.
         patches = patch.get("different_patches_of_parts", {"": patch})
-        return [part for each in patches.values() for part in RotaryPatchConfig.from_dict(each).parts()]
+        found = [file for each in patches.values() for file in RotaryPatchConfig.from_dict(each).user_files()]
+        files = list(dict.fromkeys(found))
+        if files:
+            self.modules_of_parts = [file.module for file in files]
+        return stub_code(self, files)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:

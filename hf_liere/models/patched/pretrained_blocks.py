@@ -27,7 +27,6 @@ from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
 from .head_share import HeadShare
 from .pretrained_rope import GridPass, PretrainedRope
-from .tower_patch import PRETRAINED
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class TokensRotation:
     calls: dict[str, int]
 
 
-@PRETRAINED.offer("blocks")
 class PretrainedBlocks(PretrainedRope):
     """
     R(p) = exp(Σ_a p_a A_a) of every key head and layer, on channels that are reordered so that blocks are contiguous.

@@ -24,8 +24,9 @@ from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.pose_arguments import find_attention
 from .carrying import carry, keep_joined, take_off
-from .pretrained_rope import GridPass, PretrainedRope
-from .tower_patch import PLANS, PRETRAINED, AttentionPass, TowerPatch, TowerPlan, detach
+from .pretrained_blocks import PretrainedBlocks
+from .pretrained_rope import GridPass, PretrainedPlanes, PretrainedRope
+from .tower_patch import AttentionPass, TowerPatch, TowerPlan, detach
 
 
 @dataclass
@@ -96,7 +97,6 @@ def read_start(module: nn.Module, layout: RopeLayout) -> torch.Tensor:
     return read_frequencies(rope, layout.buffer if rope._buffers.get(start) is None else start)
 
 
-@PLANS.offer("models with RoPE")
 def plan_rope(model: nn.Module, config) -> list[TowerPlan[RopeTower]]:
     """Raises `ValueError` if no module computes rotations that can be learned, or the configuration does not fit."""
     return [_plan_tower(tower, config) for tower in find_rope_towers(model, config.target)]
@@ -111,7 +111,7 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
             f"position_encoding={config.position_encoding!r}: {tower.label} rotates with one axis, and a product of "
             "one factor rotates planes in a basis, as cayley_string does; accepted: cayley_string, liere and others."
         )
-    kind = PRETRAINED[encoding_of(config).pretrained]
+    kind = PretrainedPlanes if encoding_of(config).pretrained == "planes" else PretrainedBlocks
     if kind.rotates_states:
         refuse_blocks(tower)
     patch = RopePatch(config, tower.attention_names(layers), tower.distinct_layouts)

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..encoding.kinds import ENCODINGS
-from ..encoding.traits import MixedTraits
 from ..probing.coordinate_probe import CoordinateProbe, Turn, read_frequencies
 from ..probing.module_inspection import find_indexers
 from ..probing.rope_layout import RopeLayout, RopeTower
 from ..probing.tables import Tables
 from ..rotation.learned_rotations import LearnedRotations
 from .head_share import HeadShare
-from .tower_patch import PRETRAINED, Pass
+from .tower_patch import Pass
 
 
 @dataclass(eq=False)
@@ -153,11 +151,6 @@ class PretrainedRope(LearnedRotations):
             init.zeros_(factors)
 
 
-# The code of a checkpoint lacks the encoding itself, which these factors do without.
-ENCODINGS.setdefault("rope_mixed", MixedTraits)
-
-
-@PRETRAINED.offer("planes")
 class PretrainedPlanes(PretrainedRope):
     """
     RoPE with learned frequencies in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.

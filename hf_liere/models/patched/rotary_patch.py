@@ -1,4 +1,4 @@
-"""The configuration of a patch, learned rotations in a pretrained model, and its check against a model."""
+"""The configuration of a patch: learned rotations in a pretrained model."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args, get_origin, get_type_hints
@@ -8,8 +8,8 @@ from torch import nn
 from ..encoding.kinds import CONVENTIONS, ENCODINGS, STARTS, needs_spacing
 from ..encoding.rotary_fields import OWN_FIELDS, GridFields, RotaryFields, check_format_version, default_rotate_prefix
 from ..encoding.starts import start_of
-from ..parts import check_name
-from .tower_patch import PLANS, PRETRAINED, TowerPlan, patched_towers
+from ..registers import check_name
+from .tower_patch import patched_towers
 
 
 FORMAT_VERSION = 1
@@ -104,19 +104,6 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             self.rotate_prefix = self.rotary_init != "pretrained" and default_rotate_prefix(self)
         if self.rotary_init == "pretrained":
             self._check_pretrained()
-        self.parts()
-
-    @property
-    def kind(self) -> str:
-        """The kind of model it is for, a key of `PLANS`."""
-        return "models with RoPE" if self.rotary_init == "pretrained" else "vision towers"
-
-    def parts(self) -> list:
-        """As [`saved_code.SavesItsCode.parts`]."""
-        if self.rotary_init != "pretrained":
-            return [*super().parts(), PLANS[self.kind]]
-        start = ENCODINGS[self.position_encoding].pretrained
-        return [*super().parts(), PRETRAINED[start], PLANS[self.kind]]
 
     def _check_pretrained(self) -> None:
         chosen = ENCODINGS[self.position_encoding]
@@ -167,20 +154,6 @@ def _accepted_kinds(hint: Any) -> tuple[Any, ...]:
     """The types that a part of a type hint accepts; of a Literal its values."""
     container = get_origin(hint)
     return (container,) if container in (list, tuple) else get_args(hint) or (hint,)
-
-
-def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
-    """
-    Check a configuration against a model, before the model is changed. Raises `ValueError` if the model is patched
-    already, has nothing to patch, or the configuration does not fit it.
-    """
-    require_unpatched(model)
-    if split := [name for name, value in model.named_parameters() if hasattr(value, "device_mesh")]:
-        raise ValueError(
-            f"{split[0]} and others are split over processes: patch the whole model, save it with save_pretrained, and "
-            "load that folder with tp_plan or distributed_config; or split the patched model."
-        )
-    return PLANS[config.kind](model, config)
 
 
 def require_unpatched(model: nn.Module) -> None:

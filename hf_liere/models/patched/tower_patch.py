@@ -12,16 +12,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from ..parts import Parts
 from ..probing.attention_tower import AttentionTower
 from ..probing.module_inspection import device_of, forward_arguments, projections
 from ..rotation.bases import shared_eigenbases
 
 
-# What plans the patches of a kind of towers: (model, RotaryPatchConfig) → plans.
-PLANS = Parts("the patch of")
-# Rotations that start at those of a pretrained RoPE, as `RotaryEncoding.pretrained` names them.
-PRETRAINED = Parts("the learned")
 # Whole graphs cannot change a `ContextVar`, nor read what a class derived from this one has as a default.
 _running = threading.local()
 AnyPass = TypeVar("AnyPass", bound="Pass")

@@ -25,7 +25,7 @@ from .patched_forward import (
     run_pass,
 )
 from .rotary_patch import RotaryPatchConfig
-from .tower_patch import PLANS, TowerPatch, TowerPlan, choose_target
+from .tower_patch import TowerPatch, TowerPlan, choose_target
 from .vision_towers import Tower, find_towers, position_table, refuse_other_tokens, refuse_rotating, table_method
 
 
@@ -107,7 +107,6 @@ class RotaryPatch(TowerPatch[Tower]):
                 inner._gradient_checkpointing_func = checkpointing.function
 
 
-@PLANS.offer("vision towers")
 def plan_towers(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan[Tower]]:
     """Raises `ValueError` if the model has no vision tower, or the configuration does not fit it."""
     try:

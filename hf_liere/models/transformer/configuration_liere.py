@@ -2,13 +2,13 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 
+from ...plain import model_code
 from ..encoding.kinds import encoding_of
 from ..encoding.rotary_fields import (
     OWN_FIELDS,
@@ -20,6 +20,8 @@ from ..encoding.rotary_fields import (
     require_modules,
     rotated_prefix,
 )
+from ..saved_code import stub_code
+from .foreign_names import warn_of_names
 from .pose_arguments import SavesPoseAttention
 from .validation import FORMAT_VERSION, check_architecture, check_pixels
 
@@ -126,9 +128,6 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     format_version: int = FORMAT_VERSION
 
     _auto_map: ClassVar[dict[str, str]] = {}
-    # Set by the package, see `foreign_names`. The configuration of a checkpoint has no other names.
-    warn_of_names: ClassVar[Callable | None] = None
-    check_names: ClassVar[Callable | None] = None
 
     def __post_init__(self, **kwargs):
         encoding, size, heads = self.position_encoding, self.hidden_size, self.num_attention_heads
@@ -144,8 +143,17 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
         # As in transformers, unknown names are stored.
-        if self.warn_of_names is not None:
-            self.warn_of_names(kwargs)
+        warn_of_names(self, kwargs)
+
+    def code(self) -> dict[str, str]:
+        """The plain model; folded models, poses and what users registered need the package."""
+        files = self.user_files()
+        if files:
+            # Read where the file has a name that is not registered.
+            self.modules_of_parts = [file.module for file in files]
+        if self.folded_grids is None and not files and "attn_implementation" not in self.to_dict():
+            return {"modeling_liere.py": model_code()}
+        return stub_code(self, files)
 
     def to_dict(self) -> dict[str, Any]:
         """Without fields of other encodings and starts."""

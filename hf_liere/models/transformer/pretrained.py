@@ -73,6 +73,10 @@ class LieREPreTrainedModel(PreTrainedModel):
             )
         return super().train(mode)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel") -> None:
+        """Code is saved with the configuration; transformers would copy the files of the package."""
+
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
         """Raises `ValueError` for `use_reentrant=True`, which would lose the gradients of the rotations."""
         if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):

@@ -17,6 +17,7 @@ from ..encoding.rotary_fields import (
     refuse_unused,
     rotated_prefix,
 )
+from .foreign_names import check_names
 
 
 FORMAT_VERSION = 1
@@ -45,8 +46,7 @@ PLACED = {"coordinates": None, "position_shift": 0.0, **dict.fromkeys(FACTORS)}
 def check_architecture(config) -> None:
     """Check a [`LieREConfig`] whose fields have the right types, with defaults filled in."""
     check_format_version(config.format_version, FORMAT_VERSION)
-    if config.check_names is not None:
-        config.check_names()
+    check_names(config)
     check_ranges(config, ARCHITECTURE_RANGES)
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act={config.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")

@@ -1,28 +1,15 @@
 """Video processor of the video models."""
 
-from transformers import VideoMAEVideoProcessor
-from transformers.video_utils import load_video
-
+from ...plain import processor_code
+from ...plain.video_processing import LieREVideoProcessor as PlainVideoProcessor
 from ..saved_code import SavesItsCode
 
 
-VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
-
-
-class LieREVideoProcessor(SavesItsCode, VideoMAEVideoProcessor):
-    """
-    VideoMAE's processor, frames → (B, T, C, H, W), which decodes files with PyAV: it contains ffmpeg, while the default
-    decoder of transformers needs torchcodec and the system's ffmpeg.
-    """
+class LieREVideoProcessor(SavesItsCode, PlainVideoProcessor):
+    __doc__ = PlainVideoProcessor.__doc__
 
     code_file = "video_processing_liere"
     settings_file = "video_preprocessor_config.json"
 
-    def __init__(self, **kwargs):
-        super().__init__(**{"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}, **kwargs})
-
-    def fetch_videos(self, video_url_or_urls, sample_indices_fn=None):
-        """Decode a file or address, or a list of them, into frames and metadata."""
-        if isinstance(video_url_or_urls, list):
-            return list(zip(*[self.fetch_videos(video, sample_indices_fn) for video in video_url_or_urls]))
-        return load_video(video_url_or_urls, backend="pyav", sample_indices_fn=sample_indices_fn)
+    def code(self) -> dict[str, str]:
+        return {"video_processing_liere.py": processor_code()}

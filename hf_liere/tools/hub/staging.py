@@ -14,9 +14,9 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from ...auto import load_checkpoint, model_class
-from ...bundles import make_code
 from ...errors import require_libraries
 from ...patching.adapters import parse_adapter
+from ...plain import processor_code
 from ...storage.client import TOKEN, token_in_use
 from ...storage.loading import CheckpointError
 from ...storage.saved_model import (
@@ -149,7 +149,7 @@ def complete_video_processor(folder: Path) -> None:
     if content.get("video_processor_type") == name:
         content["auto_map"] = {"AutoVideoProcessor": VIDEO_PROCESSOR}
         (folder / VIDEO_SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
-        (folder / f"{code_file}.py").write_bytes(make_code(code_file, []).encode())
+        (folder / f"{code_file}.py").write_text(processor_code(), "utf-8")
 
 
 def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from hf_liere import RotaryPatchConfig
 from hf_liere.errors import InputError
-from hf_liere.models.parts import closest
+from hf_liere.models.registers import closest
 from hf_liere.models.probing.rope_layout import frequency_buffers
 from training.common.arguments import RunArguments, flag
 from training.data.texts import TextDataArguments, byte_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from ..models.parts import closest
+from ..registers import closest
 
 
 logger = logging.get_logger(__name__)
