@@ -33,7 +33,7 @@ RELATIVE_IMPORT = re.compile(r"^\s*from \.+(?:\w+\.)*(\w+) import", re.MULTILINE
 STUB = f"""\
 {MARK}{__version__}, which this model needs.
 try:
-    {{imports}}
+    from hf_liere import {{classes}}
 except ImportError as error:
     raise ImportError("This model needs the package hf_liere: run `pip install .` in a clone of it.") from error
 """
@@ -99,8 +99,8 @@ def stub_code(config: SavesItsCode, files: Sequence[UserFile]) -> dict[str, str]
         for place in config.auto_map.values()
         if isinstance(place, str) and OURS.fullmatch(place)
     }
-    imports = [f"from hf_liere import {', '.join(sorted(classes))}", *(f"from .{name} import *" for name in names)]
-    code = {f"{config.code_file}.py": STUB.format(imports="\n    ".join(imports))}
+    stub = STUB.format(classes=", ".join(sorted(classes))) + "".join(f"from .{name} import *\n" for name in names)
+    code = {f"{config.code_file}.py": stub}
     code |= {f"{name}.py": text for name, text in names.items()}
     if files:
         _load_alone(tuple(code.items()), tuple(file.path for file in files))

@@ -7,7 +7,6 @@ its generators. Rotations are computed in float64 where the device has it.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ class LieRotary(nn.Module):
     accepts: Callable[[int, int, int], bool] = staticmethod(lambda size, head_dim, num_axes: head_dim % size == 0)
     # Whether R(p) is a product of exponentials, see [`rotations`].
     product = False
-    fields: dict[str, Any] = {}
+    fields: dict = {}
 
     def __init__(
         self, num_heads, head_dim, num_axes, block_size=None, *, num_key_value_heads=None, num_layers=1, **fields
@@ -80,7 +79,7 @@ class LieRotary(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def fields_of(cls, rotary_init: str | None) -> dict[str, Any]:
+    def fields_of(cls, rotary_init: str | None) -> dict:
         """Fields of the encoding or its start alone, with their defaults."""
         return cls.fields | (STARTS[rotary_init][1] if rotary_init in STARTS else {})
 
@@ -433,7 +432,7 @@ class AxialRoPE(LieRotary):
     starts = ()
     rope_theta = 100.0
     default_size = 2
-    fields: dict[str, Any] = AXIAL
+    fields: dict = AXIAL
     frequencies = staticmethod(axial_frequencies)
     accepts = staticmethod(lambda size, head_dim, num_axes: size == 2)
 

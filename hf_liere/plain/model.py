@@ -5,6 +5,7 @@ patches, their positions, the rotations of all layers, layers, pooling.
 
 import itertools
 import math
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 
@@ -245,8 +246,7 @@ class LieREEmbeddings(nn.Module):
         if inputs.ndim > 3:
             states = project(inputs).flatten(2).mT  # (B, N, hidden_size)
         else:
-            # Patches have their channels last.
-            weight = project.weight.movedim(1, -1).flatten(1)  # (hidden_size, patch pixels or features)
+            weight = project.weight.movedim(1, -1).flatten(1)  # (hidden_size, patch pixels with channels last)
             states = nn.functional.linear(inputs, weight, project.bias)
         if bool_masked_pos is not None:
             states = torch.where(bool_masked_pos.bool().unsqueeze(-1), self.mask_token.to(states.dtype), states)
@@ -383,8 +383,9 @@ class LieREPreTrainedModel(PreTrainedModel):
         # Some encodings have no parameters, and Transformers asks for those that it names.
         if not any("rotary_encoding." in name for name, _ in self.named_parameters()):
             self._keep_in_fp32_modules_strict = set()
-        if not __name__.startswith("hf_liere") and find_spec("hf_liere") is not None:
-            logger.warning_once("`import hf_liere` before loading runs this model with fast kernels.")
+        with suppress(ImportError):
+            if not __name__.startswith("hf_liere") and find_spec("hf_liere") is not None:
+                logger.warning_once("`import hf_liere` before loading runs this model with fast kernels.")
 
 
 class LieREViTModel(LieREPreTrainedModel):

@@ -72,8 +72,11 @@ def run_processes(count: int, *arguments, **variables) -> subprocess.CompletedPr
 
 
 def run_code(code, folder, package=True):
-    """The lines that code prints in this folder, with its own cache of remote code."""
-    source = ("import hf_liere\n" if package else WITHOUT_PACKAGE) + textwrap.dedent(code)
+    """
+    The lines that code prints in this folder, with its own cache of remote code. `package` says whether hf_liere can be
+    imported; `None` means that it can, and is not.
+    """
+    source = {True: "import hf_liere\n", False: WITHOUT_PACKAGE, None: ""}[package] + textwrap.dedent(code)
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     return run_warm("-c", source, variables=variables, cwd=folder).stdout.strip().splitlines()
 

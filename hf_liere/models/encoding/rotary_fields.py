@@ -147,7 +147,8 @@ def require_modules(values: Mapping[str, Any], modules: Sequence[str] | None) ->
         raise ValueError(
             f"{', '.join(f'{name}={values[name]!r}' for name in unknown)} of this model is in {', '.join(modules)}: "
             f"import {modules[0]}, which registers it, before the model is loaded; scripts and hf-liere do so by "
-            f"--register {modules[0]}.py. Where hf_liere is not installed, trust_remote_code=True is enough."
+            f"--register {modules[0]}.py. Where nobody has imported hf_liere, "
+            "trust_remote_code=True does so."
         )
 
 

@@ -1,5 +1,7 @@
 """An encoding, a start and coordinates of a user, in a file of her own."""
 
+import importlib
+import re
 import shutil
 import sys
 
@@ -55,41 +57,44 @@ def test_rotations_are_those_of_the_class():
     torch.testing.assert_close(rotated[0, 0, :, 1].abs(), angles.sin(), rtol=0, atol=1e-6)
 
 
+LOAD = """
+    import transformers, torch
+    try:
+        model = transformers.AutoModelForImageClassification.from_pretrained("saved", trust_remote_code=True).eval()
+        with torch.no_grad():
+            logits = model(torch.ones(1, 3, 16, 16)).logits
+        model.save_pretrained("again")
+        print((logits - torch.load("saved/logits.pt")).abs().max().item() < 1e-5)
+        print(type(model.liere.rotary_encoding).__module__)
+    except (ImportError, ValueError) as error:
+        print(error)
+"""
+WITHOUT_OWN = """
+    import sys
+    sys.path[:] = [place for place in sys.path if not place.endswith("support")]
+"""
+
+
 @pytest.mark.parametrize(
-    "imports, package",
+    "imported, package, module",
     [
-        ("", True),
-        *(pytest.param(*given, marks=pytest.mark.slow) for given in (("import own_rotations", True), ("", False))),
+        ("", None, "transformers_modules"),
+        ("import hf_liere", None, "position_encoding='two_parameters'.*import own_rotations"),
+        ("", False, "needs the package hf_liere: run `pip install .`"),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in [("import own_rotations", None, "own_rotations")]),
     ],
 )
-def test_a_checkpoint_loads_where_its_module_is_and_where_nothing_is(imports, package, tmp_path):
-    """With the package the module must be imported, which the error says; without it the checkpoint has the code."""
+def test_a_checkpoint_loads_where_the_package_is(imported, package, module, tmp_path):
+    """By the file beside it, if nobody imported the package; then by what was imported."""
     save(tmp_path / "saved")
-    if imports:
+    if "own" in imported:
         shutil.copy(own_rotations.__file__, tmp_path)
-    # The tests' own copy must not be found.
-    code = f"""
-        import sys
-        sys.path[:] = [place for place in sys.path if not place.endswith("support")]
-        {imports or "import os"}
-        import torch, transformers
-        try:
-            load = transformers.AutoModelForImageClassification.from_pretrained
-            model = load("saved", trust_remote_code=True).eval()
-            with torch.no_grad():
-                logits = model(torch.ones(1, 3, 16, 16)).logits
-            model.save_pretrained("again")
-            print((logits - torch.load("saved/logits.pt")).abs().max().item() < 1e-5)
-            print(type(model.liere.rotary_encoding).__module__)
-        except ValueError as error:
-            print(error)
-    """
-    lines = run_code(code, tmp_path, package)
-    if package and not imports:
-        assert "position_encoding='two_parameters'" in lines[-1] and "import own_rotations" in lines[-1]
-        return
-    assert lines[-2] == "True" and lines[-1].startswith("own_rotations" if package else "transformers_modules")
-    assert "class TwoParameters" in (tmp_path / "again" / "modeling_liere.py").read_text()
+    lines = run_code(f"{WITHOUT_OWN}    {imported}{LOAD}", tmp_path, package)
+    assert re.search(module, lines[-1])
+    if module.endswith(("modules", "own_rotations")):
+        assert lines[-2] == "True"
+        for name in ("modeling_liere.py", "own_rotations.py"):
+            assert (tmp_path / "again" / name).read_text() == (tmp_path / "saved" / name).read_text()
 
 
 def test_the_layer_and_patches_take_it(tmp_path):
@@ -103,7 +108,7 @@ def test_the_layer_and_patches_take_it(tmp_path):
     patched = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters", block_size=4))
     torch.testing.assert_close(patched(pixels).last_hidden_state, before, rtol=0, atol=1e-6)
     patched.save_pretrained(tmp_path)
-    assert "class TwoParameters" in (tmp_path / "modeling_patched.py").read_text()
+    assert "class TwoParameters" in (tmp_path / "own_rotations.py").read_text()
 
 
 def test_what_nobody_else_could_import_is_refused(tmp_path):
@@ -122,29 +127,54 @@ def test_what_nobody_else_could_import_is_refused(tmp_path):
     assert not (tmp_path / "saved" / "config.json").exists()
 
 
+CONVENTION = """
+import hf_liere
+def place(index, size, trained, width):
+    return index * TWO
+hf_liere.register_coordinates("{name}", hf_liere.Convention("doubled", place))
+"""
+
+
 @pytest.mark.parametrize(
-    "imported, named",
+    "name, first, message",
     [
-        ("import numpy as np", "import numpy as np"),
-        ("from hf_liere import patch as p", "import patch as p"),
-        ("from __future__ import annotations", "import annotations"),
+        ("relative", "from .helpers import TWO", "attempted relative import|No module named"),
+        ("absolute", "from package_of_user.helpers import TWO", "No module named 'package_of_user'"),
+        ("complete", "import numpy; TWO = 2\n# part one\x0c part two", None),
     ],
 )
-def test_files_with_other_imports_are_refused(imported, named, tmp_path, monkeypatch):
-    (tmp_path / "with_imports.py").write_text(
-        f"{imported}\n\n\ndef place(index, size, trained, width):\n    return index\n"
-    )
+def test_files_that_need_others_are_refused(name, first, message, tmp_path, monkeypatch):
+    """When the model is saved, not when somebody else loads it."""
+    folder = tmp_path / "package_of_user"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "helpers.py").write_text("TWO = 2\n")
+    (folder / f"{name}.py").write_text(first + CONVENTION.format(name=name))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "with_imports", raising=False)
-    import with_imports
+    for module in [module for module in sys.modules if module.startswith("package_of_user")]:
+        monkeypatch.delitem(sys.modules, module)
+    importlib.import_module(f"package_of_user.{name}")
+    config = LieREViTConfig(coordinates=name)
+    if message is None:
+        config.save_pretrained(tmp_path / "saved")
+        return
+    with pytest.raises(ValueError, match=f"{name}.py cannot be saved with a model.*({message})"):
+        config.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
-    hf_liere.register_coordinates("with_imports", Convention("indices", with_imports.place))
-    with pytest.raises(ValueError, match=named + ".*accepted: imports of torch"):
-        LieREViTConfig(coordinates="with_imports").save_pretrained(tmp_path / "saved")
+
+def test_the_text_that_ran_is_saved(tmp_path, monkeypatch):
+    """Not that of the next experiment, which is edited while this one trains."""
+    (tmp_path / "edited.py").write_text("TWO = 2" + CONVENTION.format(name="edited"))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("edited")
+    (tmp_path / "edited.py").write_text("TWO = 3" + CONVENTION.format(name="edited"))
+    LieREViTConfig(coordinates="edited").save_pretrained(tmp_path / "saved")
+    assert "TWO = 2" in (tmp_path / "saved" / "edited.py").read_text()
 
 
 @pytest.mark.slow
-def test_a_patch_of_the_default_size_loads_without_the_package(tmp_path):
+def test_a_patch_of_the_default_size_loads_by_its_file(tmp_path):
     clip = CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)).eval()
     patched = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters"))
     assert patched.config.rotary_patch["block_size"] is None
@@ -158,7 +188,7 @@ def test_a_patch_of_the_default_size_loads_without_the_package(tmp_path):
             states = model(torch.ones(1, 3, 16, 16)).last_hidden_state
         print((states - torch.load("states.pt")).abs().max().item() < 1e-5)
     """
-    assert run_code(code, tmp_path, package=False)[-1] == "True"
+    assert run_code(WITHOUT_OWN + code, tmp_path, package=None)[-1] == "True"
 
 
 @pytest.mark.parametrize(
