@@ -12,10 +12,10 @@ from .geometry.pose_embedding import PoseEmbedding
 from .layer.embedding import LieRotaryEmbedding, grid_positions
 from .libraries.diffusion_patch import set_frequency_schedule
 from .libraries.schedules import FrequencySchedule, ScheduleInput
-from .models.encoding.kinds import Convention
+from .models.encoding.kinds import PLANES, BlockSizes, Start
+from .models.encoding.positions import Convention
 from .models.encoding.registration import register_coordinates, register_encoding, register_start
 from .models.encoding.rotary_encoding import RotaryEncoding
-from .models.encoding.starts import Start
 from .models.patched import modeling_patched
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
@@ -47,6 +47,8 @@ def __getattr__(name: str) -> type:
 
 
 __all__ = [
+    "PLANES",
+    "BlockSizes",
     "Convention",
     "FrequencySchedule",
     "LieRETokensConfig",

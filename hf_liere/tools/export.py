@@ -36,7 +36,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..auto import load_checkpoint
 from ..errors import InputError, memory_shortage, require_libraries, silence
-from ..models.encoding.kinds import encoding_of, needs_exponential, needs_spacing
+from ..models.encoding.kinds import encoding_of, needs_exponential
+from ..models.encoding.positions import needs_spacing
 from ..models.patched.tower_patch import patched_towers
 from ..models.probing.module_inspection import cache_name, forward_arguments
 from ..models.transformer.configuration_liere import LieREPixelConfig, pair

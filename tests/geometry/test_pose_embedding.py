@@ -34,7 +34,7 @@ from hf_liere import (
     matrix_to_rotation_vector,
     patch,
 )
-from hf_liere.models.rotation.spins import representation
+from hf_liere.plain.encodings import representation
 
 
 HEADS, HEAD_DIM = 2, 16

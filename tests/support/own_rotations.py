@@ -2,8 +2,15 @@
 
 import torch
 
-from hf_liere import Convention, RotaryEncoding, Start, register_coordinates, register_encoding, register_start
-from hf_liere.models.encoding.kinds import BlockSizes
+from hf_liere import (
+    BlockSizes,
+    Convention,
+    RotaryEncoding,
+    Start,
+    register_coordinates,
+    register_encoding,
+    register_start,
+)
 
 
 def accepts(size, head_dim, axes):

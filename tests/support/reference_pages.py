@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig, RotaryPatchConfig  # noqa: E402
-from hf_liere.models.encoding.kinds import CONVENTIONS, ENCODINGS, STARTS  # noqa: E402
+from hf_liere.models.encoding.kinds import ENCODINGS, STARTS  # noqa: E402
+from hf_liere.models.encoding.positions import CONVENTIONS  # noqa: E402
 from hf_liere.models.encoding.rotary_fields import RANGES, UNROTATED, GridFields, RotaryFields  # noqa: E402
 from hf_liere.models.patched.rotary_patch import KEEP_ABSOLUTE  # noqa: E402
 from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig  # noqa: E402

@@ -4,9 +4,8 @@ import torch
 
 from ..fast.dispatch import in_portable_graph, values_are_unknown, working_dtype
 from .grouped_positions import GroupedPositions
-from .kinds import CONVENTIONS, needs_spacing
 from .placement import Place, place_input
-from .positions import TokenPositions
+from .positions import CONVENTIONS, TokenPositions, needs_spacing
 from .rotary_fields import DISPLACEMENTS
 
 

@@ -13,10 +13,9 @@ from ..rotation.bases import eigenbasis, shared_eigenbases, skew_from_planes
 from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
-from .kinds import DIVISORS, DIVISORS_BY_AXIS, ENCODINGS, encoding_of
+from .kinds import DIVISORS, DIVISORS_BY_AXIS, ENCODINGS, encoding_of, start_of
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
-from .starts import start_of
 
 
 # Relative deviation from proportional or axial generators that float32 rounding may cause.

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from ..fast.dispatch import working_dtype
-from .kinds import CONVENTIONS, ENCODINGS, PLANES, STARTS, encoding_of
+from .kinds import ENCODINGS, PLANES, STARTS, encoding_of
+from .positions import CONVENTIONS
 from .rotary_encoding import RotaryEncoding
 from .starts import Spectrum
 

@@ -11,8 +11,7 @@ from ..fast.dispatch import carry_tangents, values_are_unknown
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .grouped_positions import GroupedPositions
-from .kinds import convention_of
-from .positions import TokenPositions
+from .positions import TokenPositions, convention_of
 from .rotary_encoding import LieRE, RotaryEncoding
 
 

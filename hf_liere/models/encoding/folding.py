@@ -2,50 +2,16 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from ..rotation.grouped_rotation import Rotation
 from .folded_liere import FoldedLieRE
 from .kinds import ENCODINGS, encoding_of, needs_exponential
 from .rotary_encoding import RotaryEncoding
-from .rotary_fields import TRAINING_ONLY, RotaryFields, check_rotations
+from .rotary_fields import TRAINING_ONLY
 from .rounded_planes import RoundedPlanes
-
-
-@strict
-@dataclass
-class EncodingConfig(RotaryFields):
-    """
-    Configuration of a [`RotaryEncoding`] outside of our models. See [`RotaryFields`] for the other fields.
-
-    Args:
-        num_axes: Number A of axes of a position.
-        num_hidden_layers, num_attention_heads, head_dim: Sizes of the attention whose keys are rotated.
-        folded_grids, round_angles: See [`LieREConfig`] and [`LieRotaryEmbedding`].
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
-    """
-
-    num_axes: int = 2
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    head_dim: int = 64
-    folded_grids: list[list[int]] | None = None
-    round_angles: bool = False
-    # Constants of a grid have one rotation for all prefix tokens.
-    num_prefix_tokens: ClassVar[int] = 1
-
-    def __post_init__(self):
-        self.fill_in_rotations()
-
-    def validate_rotations(self):
-        check_rotations(self)
 
 
 def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:

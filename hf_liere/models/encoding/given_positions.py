@@ -8,9 +8,8 @@ from transformers.utils import logging
 
 from ..fast.dispatch import batches_layers, values_are_unknown, working_dtype
 from ..rotation.exponential import skew
-from .kinds import needs_spacing
-from .positions import TokenPositions
-from .starts import start_of
+from .kinds import start_of
+from .positions import TokenPositions, needs_spacing
 
 
 logger = logging.get_logger(__name__)

@@ -1,10 +1,12 @@
 """Registers of encodings, starts and conventions of coordinates, and the block sizes that encodings accept."""
 
-import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
 
 from ..registers import Register
 
@@ -13,8 +15,6 @@ from ..registers import Register
 ENCODINGS = Register("position_encoding")
 # Value of `rotary_init` → its [`starts.Start`].
 STARTS = Register("rotary_init")
-# Value of `coordinates` → its [`Convention`].
-CONVENTIONS = Register("coordinates")
 
 
 @dataclass(frozen=True)
@@ -77,46 +77,54 @@ def needs_exponential(config) -> bool:
     return encoding is not None and not encoding.product and not generators_commute(config)
 
 
-@dataclass(frozen=True)
-class Convention:
+class Start:
     """
-    A value of `coordinates`, see [`rotary_fields.GridFields`].
+    A value of `rotary_init`, see [`registration.register_start`].
 
     ```python
-    from hf_liere import Convention
-    Convention("0 … 1 over any grid", lambda index, size, trained, width: (index + 0.5) / size, centre=0.5)
+    from hf_liere import Start
+    assert Start.default_scale == 1
     ```
 
     Attributes:
-        description: Range of the coordinates, in reports on models.
-        place: (index i of a patch, size n of its axis, n₀ of training, size w of the last axis) → coordinate, for
-            numbers and for tensors.
-        is_proportional: Whether coordinates are multiples of the index, or of its distance from the middle.
-        centre: Coordinate of the centre of any input (of its columns, in `unit_width`); `None` if it depends on the
-            size.
-        extents: What computes the extents of patches from the spacing of an input, such as
-            [`physical_spacing.physical_extents`]; `place` is then that of an input with an extent of one unit.
+        name: Its value of `rotary_init`, for [`registration.register_start`].
+        fields: Fields of the configuration for this start alone, with their defaults.
+        default_scale: Default of `rotary_init_scale`.
+        rope_theta: Default of `rope_theta`; `None` means that of the encoding.
+        has_planes: Whether it gives planes frequencies.
+        takes_orientations: Whether positions are rotation vectors, see `spins` in [`rotary_fields.RotaryFields`].
+        encodings: Encodings that accept it, beside those whose `rotary_inits` name it.
     """
 
-    description: str
-    place: Callable
-    is_proportional: bool = False
-    centre: float | None = None
-    extents: Callable | None = None
+    name: ClassVar[str] = ""
+    fields: ClassVar[dict[str, Any]] = {}
+    default_scale: ClassVar[float] = 1.0
+    rope_theta: ClassVar[float | None] = None
+    has_planes: ClassVar[bool] = False
+    takes_orientations: ClassVar[bool] = False
+    encodings: ClassVar[tuple[str, ...]] = ()
 
-    @functools.cached_property
-    def samples(self) -> tuple[float, ...]:
-        """The coordinates of patches of a few grids: those of another function are others."""
-        sizes = itertools.product((2, 3, 5), (3, 4), (3, 5))  # n, n₀ and w
-        return tuple(float(self.place(i, n, *others)) for n, *others in sizes for i in range(n))
+    @classmethod
+    def fill_in(cls, config) -> None:
+        """Replace `None` in a configuration by what follows from other fields."""
+
+    @classmethod
+    def obstacle(cls, config) -> str | None:
+        """Why the encoding of a configuration, which accepts the start, cannot start so; `None` if it can."""
+        return None
+
+    @classmethod
+    def parameters(cls, encoding) -> dict[str, torch.Tensor]:
+        """Values of the parameters of a [`rotary_encoding.RotaryEncoding`] by name."""
+        raise NotImplementedError
+
+    @classmethod
+    def reset(cls, encoding: nn.Module) -> None:
+        """Set the parameters, unless a checkpoint provided them."""
+        for name, values in cls.parameters(encoding).items():
+            init.copy_(getattr(encoding, name), values.to(getattr(encoding, name)))
 
 
-def convention_of(config) -> Convention | None:
-    """The convention of a configuration; `None` for tokens, and for models without coordinates."""
-    return CONVENTIONS.get(getattr(config, "coordinates", None))
-
-
-def needs_spacing(config) -> bool:
-    """Whether coordinates follow from the spacing of an input, not from its grid alone."""
-    convention = convention_of(config)
-    return convention is not None and convention.extents is not None
+def start_of(config) -> type[Start]:
+    """The start of a configuration; one without fields where nothing is learned or a model gives the rotations."""
+    return STARTS.get(config.rotary_init, Start)

@@ -2,10 +2,9 @@
 
 import torch
 
+from ...plain.encodings import representation
 from ..rotation.exponential import skew_entries
-from ..rotation.spins import representation
-from .kinds import STARTS
-from .starts import Start
+from .kinds import STARTS, Start
 
 
 # Block sizes with one irreducible representation of so(3), and its spin.

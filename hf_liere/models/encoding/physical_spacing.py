@@ -5,8 +5,7 @@ import math
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
-from .kinds import CONVENTIONS, Convention
-from .positions import in_unit
+from .positions import CONVENTIONS, Convention, in_unit
 
 
 def physical_extents(

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 
 from .displacements import draw_displacements
-from .kinds import CONVENTIONS
-from .positions import TokenPositions, patch_indices
+from .positions import CONVENTIONS, TokenPositions, patch_indices
 
 
 class Place(NamedTuple):

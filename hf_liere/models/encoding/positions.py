@@ -1,13 +1,66 @@
 """Positions: where each token sits, in the coordinates that an encoding expects."""
 
+import functools
+import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ..fast.dispatch import values_are_unknown, working_dtype
 from ..fast.scaling_and_squaring import Rays
-from .kinds import CONVENTIONS, Convention
+from ..registers import Register
+
+
+# Value of `coordinates` → its [`Convention`].
+CONVENTIONS = Register("coordinates")
+
+
+@dataclass(frozen=True)
+class Convention:
+    """
+    A value of `coordinates`, see [`rotary_fields.GridFields`].
+
+    ```python
+    from hf_liere import Convention
+    Convention("0 … 1 over any grid", lambda index, size, trained, width: (index + 0.5) / size, centre=0.5)
+    ```
+
+    Attributes:
+        description: Range of the coordinates, in reports on models.
+        place: (index i of a patch, size n of its axis, n₀ of training, size w of the last axis) → coordinate, for
+            numbers and for tensors.
+        is_proportional: Whether coordinates are multiples of the index, or of its distance from the middle.
+        centre: Coordinate of the centre of any input (of its columns, in `unit_width`); `None` if it depends on the
+            size.
+        extents: What computes the extents of patches from the spacing of an input, such as
+            [`physical_spacing.physical_extents`]; `place` is then that of an input with an extent of one unit.
+    """
+
+    description: str
+    place: Callable
+    is_proportional: bool = False
+    centre: float | None = None
+    extents: Callable | None = None
+
+    @functools.cached_property
+    def samples(self) -> tuple[float, ...]:
+        """The coordinates of patches of a few grids: those of another function are others."""
+        sizes = itertools.product((2, 3, 5), (3, 4), (3, 5))  # n, n₀ and w
+        return tuple(float(self.place(i, n, *others)) for n, *others in sizes for i in range(n))
+
+
+def convention_of(config) -> Convention | None:
+    """The convention of a configuration; `None` for tokens, and for models without coordinates."""
+    return CONVENTIONS.get(getattr(config, "coordinates", None))
+
+
+def needs_spacing(config) -> bool:
+    """Whether coordinates follow from the spacing of an input, not from its grid alone."""
+    convention = convention_of(config)
+    return convention is not None and convention.extents is not None
 
 
 def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:

@@ -12,11 +12,10 @@ import torch
 
 from ..rotation.exponential import skew
 from ..rotation.model_basis import rotate_one
-from .folding import EncodingConfig
-from .kinds import CONVENTIONS, ENCODINGS, STARTS, Convention
-from .positions import TokenPositions, in_unit
+from .kinds import ENCODINGS, STARTS, Start
+from .positions import CONVENTIONS, Convention, TokenPositions, in_unit
 from .rotary_encoding import RotaryEncoding
-from .starts import Start
+from .rotary_fields import EncodingConfig
 
 
 Encoding = TypeVar("Encoding", bound=type[RotaryEncoding])

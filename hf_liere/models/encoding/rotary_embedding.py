@@ -15,13 +15,13 @@ from ..registers import check_name
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
-from .folding import EncodingConfig, build_encoding, fold_encoding
+from .folding import build_encoding, fold_encoding
 from .given_positions import check_coordinates, warn_of_units
-from .kinds import ENCODINGS, generators_commute
+from .kinds import ENCODINGS, generators_commute, start_of
 from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into, reorder_channels
+from .rotary_fields import EncodingConfig
 from .starting_values import check_start, start_at
-from .starts import start_of
 
 
 class LieRotaryEmbedding(Tables):

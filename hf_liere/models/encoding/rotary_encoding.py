@@ -13,10 +13,9 @@ from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.learned_rotations import LearnedRotations
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from .grouped_positions import GroupedPositions
-from .kinds import ENCODINGS, PLANES
+from .kinds import ENCODINGS, PLANES, start_of
 from .positions import TokenPositions
 from .rotation_cache import RotationCache
-from .starts import start_of
 from .traits import EncodingTraits
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from huggingface_hub.dataclasses import validated_field
+from huggingface_hub.dataclasses import strict, validated_field
 
 from ..registers import UserFile
-from .kinds import ANY, CONVENTIONS, ENCODINGS, STARTS, convention_of, encoding_of, needs_exponential, needs_spacing
-from .starts import start_of
+from .kinds import ANY, ENCODINGS, STARTS, encoding_of, needs_exponential, start_of
+from .positions import CONVENTIONS, convention_of, needs_spacing
 
 
 FLOAT32_MAX = 3.4028234e38
@@ -133,6 +133,37 @@ class RotaryFields:
         )
         found = [file for register, name in named for file in register.files(name)]
         return list(dict.fromkeys(found))
+
+
+@strict
+@dataclass
+class EncodingConfig(RotaryFields):
+    """
+    Configuration of a [`RotaryEncoding`] outside of our models. See [`RotaryFields`] for the other fields.
+
+    Args:
+        num_axes: Number A of axes of a position.
+        num_hidden_layers, num_attention_heads, head_dim: Sizes of the attention whose keys are rotated.
+        folded_grids, round_angles: See [`LieREConfig`] and [`LieRotaryEmbedding`].
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
+    """
+
+    num_axes: int = 2
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    head_dim: int = 64
+    folded_grids: list[list[int]] | None = None
+    round_angles: bool = False
+    # Constants of a grid have one rotation for all prefix tokens.
+    num_prefix_tokens: ClassVar[int] = 1
+
+    def __post_init__(self):
+        self.fill_in_rotations()
+
+    def validate_rotations(self):
+        check_rotations(self)
 
 
 # Fields of some encodings or starts.

@@ -1,66 +1,10 @@
 """Values of the parameters of an encoding before training, by the name of `rotary_init`."""
 
 import math
-from typing import Any, ClassVar
 
 import torch
-from torch import nn
-from transformers import initialization as init
 
-from .kinds import ANY, STARTS, encoding_of
-
-
-class Start:
-    """
-    A value of `rotary_init`, see [`registration.register_start`].
-
-    ```python
-    from hf_liere import Start
-    assert Start.default_scale == 1
-    ```
-
-    Attributes:
-        name: Its value of `rotary_init`, for [`registration.register_start`].
-        fields: Fields of the configuration for this start alone, with their defaults.
-        default_scale: Default of `rotary_init_scale`.
-        rope_theta: Default of `rope_theta`; `None` means that of the encoding.
-        has_planes: Whether it gives planes frequencies.
-        takes_orientations: Whether positions are rotation vectors, see `spins` in [`rotary_fields.RotaryFields`].
-        encodings: Encodings that accept it, beside those whose `rotary_inits` name it.
-    """
-
-    name: ClassVar[str] = ""
-    fields: ClassVar[dict[str, Any]] = {}
-    default_scale: ClassVar[float] = 1.0
-    rope_theta: ClassVar[float | None] = None
-    has_planes: ClassVar[bool] = False
-    takes_orientations: ClassVar[bool] = False
-    encodings: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def fill_in(cls, config) -> None:
-        """Replace `None` in a configuration by what follows from other fields."""
-
-    @classmethod
-    def obstacle(cls, config) -> str | None:
-        """Why the encoding of a configuration, which accepts the start, cannot start so; `None` if it can."""
-        return None
-
-    @classmethod
-    def parameters(cls, encoding) -> dict[str, torch.Tensor]:
-        """Values of the parameters of a [`rotary_encoding.RotaryEncoding`] by name."""
-        raise NotImplementedError
-
-    @classmethod
-    def reset(cls, encoding: nn.Module) -> None:
-        """Set the parameters, unless a checkpoint provided them."""
-        for name, values in cls.parameters(encoding).items():
-            init.copy_(getattr(encoding, name), values.to(getattr(encoding, name)))
-
-
-def start_of(config) -> type[Start]:
-    """The start of a configuration; one without fields where nothing is learned or a model gives the rotations."""
-    return STARTS.get(config.rotary_init, Start)
+from .kinds import ANY, STARTS, Start, encoding_of
 
 
 @STARTS.add("uniform")

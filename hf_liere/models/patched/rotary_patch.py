@@ -5,9 +5,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..encoding.kinds import CONVENTIONS, ENCODINGS, STARTS, needs_spacing
+from ..encoding.kinds import ENCODINGS, STARTS, start_of
+from ..encoding.positions import CONVENTIONS, needs_spacing
 from ..encoding.rotary_fields import OWN_FIELDS, GridFields, RotaryFields, check_format_version, default_rotate_prefix
-from ..encoding.starts import start_of
 from ..registers import check_name
 from .tower_patch import patched_towers
 

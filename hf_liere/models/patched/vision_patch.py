@@ -9,8 +9,8 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..encoding.folding import EncodingConfig, build_rotary_encoding
-from ..encoding.rotary_fields import GridFields, RotaryFields, rotated_prefix
+from ..encoding.folding import build_rotary_encoding
+from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, rotated_prefix
 from ..probing.coordinate_probe import frequency_buffers
 from ..probing.module_inspection import View, head_shape
 from ..transformer.eager_attention import eager_attention_forward

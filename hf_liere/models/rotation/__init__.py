@@ -1,5 +1,5 @@
 """
 What a rotation is and does: generators and R(p) = exp(Σ_a p_a A_a) (`exponential`), its application to queries and keys
-(`rotation`), the bases in which generators commute (`bases`), and representations of so(3) (`spins`). Imports from
+(`rotation`), the bases in which generators commute (`bases`). Imports from
 `fast`. Start reading at `rotation.PlaneRotation`, then `exponential.block_rotations`.
 """

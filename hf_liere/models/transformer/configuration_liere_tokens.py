@@ -4,9 +4,8 @@ import dataclasses
 
 from huggingface_hub.dataclasses import strict
 
-from ..encoding.kinds import needs_exponential
+from ..encoding.kinds import needs_exponential, start_of
 from ..encoding.rotary_fields import FLOAT32_MAX
-from ..encoding.starts import start_of
 from .configuration_liere import LieREConfig, LieREVideoConfig
 
 

@@ -2,7 +2,8 @@
 
 from transformers.activations import ACT2FN
 
-from ..encoding.kinds import ENCODINGS, encoding_of, needs_spacing
+from ..encoding.kinds import ENCODINGS, encoding_of
+from ..encoding.positions import needs_spacing
 from ..encoding.rotary_fields import (
     AT_LEAST_ONE,
     FACTORS,

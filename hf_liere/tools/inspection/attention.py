@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ...models.encoding.kinds import needs_spacing
+from ...models.encoding.positions import needs_spacing
 from ...models.patched.vision_towers import Tower, find_towers
 from ...models.probing.module_inspection import replaced, takes
 from ...models.transformer.configuration_liere import pair

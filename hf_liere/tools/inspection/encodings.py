@@ -18,10 +18,9 @@ from ...geometry.common_planes import find_common_planes, generator_matrices
 from ...models.encoding.commuting_encodings import ROUNDING, FoldedPlanes
 from ...models.encoding.fixed_encodings import grid_steps
 from ...models.encoding.folding import build_encoding, fold_encoding
-from ...models.encoding.kinds import encoding_of, needs_spacing
-from ...models.encoding.positions import TokenPositions
+from ...models.encoding.kinds import encoding_of, start_of
+from ...models.encoding.positions import TokenPositions, needs_spacing
 from ...models.encoding.rotary_encoding import RotaryEncoding
-from ...models.encoding.starts import start_of
 from ...plain.encodings import rotations
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...auto import load_checkpoint
 from ...errors import printable, require_libraries
-from ...models.encoding.kinds import needs_spacing
+from ...models.encoding.positions import needs_spacing
 from ...models.patched.vision_towers import Tower
 from ...reading.clips import FrameReader
 from ...reading.files import unread

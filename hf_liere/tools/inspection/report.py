@@ -10,7 +10,8 @@ from pathlib import Path
 
 import jinja2
 
-from ...models.encoding.kinds import CONVENTIONS, ENCODINGS
+from ...models.encoding.kinds import ENCODINGS
+from ...models.encoding.positions import CONVENTIONS
 from ...version import __version__
 from . import plots
 from .analysis import Analysis, Comparison, InspectedModel

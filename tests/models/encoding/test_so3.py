@@ -20,7 +20,7 @@ from hf_liere import (
     grid_positions,
     patch,
 )
-from hf_liere.models.rotation.spins import representation
+from hf_liere.plain.encodings import representation
 
 
 # 24 channels: blocks of 7 and of 15 leave some over.

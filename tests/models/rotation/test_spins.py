@@ -7,7 +7,7 @@ import reference
 import torch
 from scipy.spatial.transform import Rotation
 
-from hf_liere.models.rotation.spins import representation, spin_generators
+from hf_liere.plain.encodings import representation, spin_generators
 
 
 # In float64: entries are rounded once, and products of up to spin 4 add a few units in the last place.
