@@ -28,7 +28,7 @@ def parse_value(text: str) -> Any:
 # Run as files: importing them as modules would import the package.
 FOLDER = Path(__file__).parent
 VERSION = runpy.run_path(str(FOLDER.parent / "version.py"))["__version__"]
-closest = runpy.run_path(str(FOLDER.parent / "models" / "parts.py"))["closest"]
+closest = runpy.run_path(str(FOLDER.parent / "models" / "registers.py"))["closest"]
 ERRORS = runpy.run_path(str(FOLDER.parent / "errors.py"))
 
 

@@ -13,7 +13,7 @@ import hf_liere
 from hf_liere.models.encoding.kinds import ENCODINGS
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.fast import exponentials, quaternions
-from hf_liere.models.fast.closed_forms import CLOSED_FORMS
+from hf_liere.models.fast.quaternions import CLOSED_FORMS
 from hf_liere.models.fast.dispatch import plain_operations
 from hf_liere.models.fast.exponential_gradient import block_rotations_backward
 from hf_liere.models.fast.exponentials import exponentiate
