@@ -23,6 +23,7 @@ __all__ = [
     "model_code",
     "plain_layer",
     "processor_code",
+    "towers_code",
 ]
 
 FOLDER = Path(__file__).parent
@@ -55,6 +56,14 @@ def model_code() -> str:
     known = [line for line in encodings.splitlines() if line.startswith(("import ", "from "))]
     lines = [line for line in model.splitlines() if line not in known and not line.startswith("from .encodings ")]
     return HEAD + encodings + "\n\n" + "\n".join(lines) + "\n"
+
+
+def towers_code() -> str:
+    """The file beside patched vision towers; it imports that of models."""
+    towers = (FOLDER / "towers.py").read_text("utf-8")
+    return HEAD + towers.replace("from .encodings import", "from .modeling_liere import").replace(
+        "from .model import", "from .modeling_liere import"
+    )
 
 
 def processor_code() -> str:

@@ -5,6 +5,8 @@ from typing import Any, get_args
 
 from transformers import PreTrainedConfig
 
+from ...plain import model_code, towers_code
+from ...plain.towers import refusal
 from ..encoding.rotary_fields import require_modules
 from ..saved_code import stub_code
 from ..transformer.pose_arguments import SavesPoseAttention
@@ -55,7 +57,7 @@ class RotaryConfigMixin(SavesPoseAttention):
         super().__post_init__(**kwargs)
 
     def code(self) -> dict[str, str]:
-        """Those with vision towers travel in plain files; others need the package."""
+        """Vision towers in the plain files, if these know the family; other models need the package."""
         patch = self.rotary_patch or {}
         # Parts that are patched differently are saved, but cannot be loaded as one model.
         patches = patch.get("different_patches_of_parts", {"": patch})
@@ -63,7 +65,12 @@ class RotaryConfigMixin(SavesPoseAttention):
         files = list(dict.fromkeys(found))
         if files:
             self.modules_of_parts = [file.module for file in files]
-        return stub_code(self, files)
+        model_type = self.plain_class.model_type
+        if files or len(patches) > 1 or any(refusal(each, model_type) for each in patches.values()):
+            return stub_code(self, files)
+        if "attn_implementation" in self.to_dict():
+            return stub_code(self, files)
+        return {"modeling_liere.py": model_code(), "modeling_patched.py": towers_code()}
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
