@@ -55,7 +55,7 @@ def model_code() -> str:
     encodings, model = ((FOLDER / name).read_text("utf-8") for name in ("encodings.py", "model.py"))
     known = [line for line in encodings.splitlines() if line.startswith(("import ", "from "))]
     lines = [line for line in model.splitlines() if line not in known and not line.startswith("from .encodings ")]
-    return HEAD + encodings + "\n\n" + "\n".join(lines) + "\n"
+    return HEAD + encodings + "\n\n" + "\n".join(lines).replace("\n\n\n\n", "\n\n\n") + "\n"
 
 
 def towers_code() -> str:

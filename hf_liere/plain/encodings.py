@@ -128,7 +128,7 @@ class LieRotary(nn.Module):
             by_layer = (rotations(layer, positions, self.product) for layer in matrices.unbind(1))
             return [matrices.transpose(1, 2).to(dtype) for matrices in by_layer]
 
-    def forward(self, query, key, positions, key_positions=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query, key, positions, key_positions=None) -> tuple[torch.Tensor, ...]:
         """
         R(p) q and R(p′) k of the first layer, for (B, num_heads, N, head_dim) queries, (B, num_key_value_heads, N,
         head_dim) keys and (N, A) or (B, N, A) positions p; p′ are `key_positions` where keys are of other tokens.
@@ -144,8 +144,7 @@ class LieRotary(nn.Module):
                     f"{given.dtype} must be (batch, {self.num_heads} or {self.key_heads} heads, tokens, "
                     f"{self.head_dim}) and ((batch,) tokens, {self.num_axes}), floating point."
                 )
-        rotated_query, rotated_key = (rotate(states, self.rotations(given)[0]) for states, given in pairs)
-        return rotated_query, rotated_key
+        return tuple(rotate(states, self.rotations(given)[0]) for states, given in pairs)
 
 
 def rotate(states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -289,13 +288,14 @@ def golden_gate_frequencies(rotary: LieRotary) -> torch.Tensor:
 
 
 def axial_frequencies(rotary: LieRotary) -> torch.Tensor:
-    """Axial RoPE's (VisionLLaMA): θ^(−i/q) for the planes of each axis, zero for those of others and what is left."""
+    """Axial RoPE's (VisionLLaMA): θ^(−i/q) for the planes of an axis, else zero. A start divides them by `steps`."""
     axes, count = rotary.num_axes, rotary.head_dim // (2 * rotary.num_axes)
     magnitudes = rotary.rope_theta ** -(patch_indices((count,), rotary.device)[:, 0] / count)
     frequencies = magnitudes.new_zeros(axes, 1, 1, rotary.head_dim // 2)
+    steps = getattr(rotary, "steps", None) or [1.0] * axes
     for axis in range(axes):
         blocks, interleaved = slice(axis * count, (axis + 1) * count), slice(axis, axes * count, axes)
-        frequencies[axis, 0, 0, blocks if rotary.axial_layout == "blocks" else interleaved] = magnitudes
+        frequencies[axis, 0, 0, blocks if rotary.axial_layout == "blocks" else interleaved] = magnitudes / steps[axis]
     return frequencies
 
 
@@ -305,13 +305,8 @@ AXIAL = {"axial_layout": "blocks"}
 STARTS: dict[str, tuple[Callable[[LieRotary], torch.Tensor], dict]] = {
     "frequencies": (geometric_frequencies, {}),
     "golden_gate": (golden_gate_frequencies, GOLDEN_GATE),
-    "axial": (axial_frequencies, AXIAL),
+    "axial": (axial_frequencies, AXIAL | {"steps": None}),
 }
-
-
-def representation(spins: Sequence[int]) -> torch.Tensor:
-    """Direct sum of [`spin_generators`] in the order of `spins`: (3, b, b), b = Σ (2l + 1), in float64 on the CPU."""
-    return torch.stack([torch.block_diag(*axis) for axis in zip(*map(spin_generators, spins))])
 
 
 def spin_generators(spin: int) -> torch.Tensor:
@@ -359,7 +354,7 @@ class LieRE(LieRotary):
             super().reset_parameters()
             return
         spins: Sequence[int] = self.spins or [(self.block_size - 1) // 2]
-        matrices = representation(spins)
+        matrices = torch.stack([torch.block_diag(*axis) for axis in zip(*map(spin_generators, spins))])
         if matrices.shape[-1] != self.block_size or self.num_axes != 3:
             raise ValueError(
                 f"spins={list(spins)} need {matrices.shape[-1]} channels, which is block_size, and 3 axes."
@@ -398,7 +393,7 @@ class ComRoPEAxialPartition(LieRotary):
     def start_at(self, frequencies: torch.Tensor) -> None:
         entries = self.entries_of_planes(frequencies)  # (A, 1, heads, blocks, b(b−1)/2)
         self.generators.copy_(entries.sum(0))
-        if not torch.equal(entries, self.multiples().unsqueeze(-1).to(entries) * entries.sum(0)):
+        if (entries != self.multiples().unsqueeze(-1).to(entries) * entries.sum(0)).any():
             raise ValueError("A block would rotate planes of several axes, or of another axis than its own.")
 
 

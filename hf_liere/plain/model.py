@@ -1,7 +1,4 @@
-"""
-Transformers with learned rotary position encodings, from `pixel_values` to logits. Read on from `LieREViTModel`:
-patches, their positions, the rotations of all layers, layers, pooling.
-"""
+"""Transformers from `pixel_values` to logits: read `LieREViTModel`, patches, positions, rotations, layers, pooling."""
 
 import itertools
 import math
@@ -30,9 +27,6 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .encodings import ENCODINGS, LieRotary, grid_positions, patch_indices, rotate, working_dtype
-
-
-logger = logging.get_logger(__name__)
 
 
 class LieREConfig(PreTrainedConfig):
@@ -76,6 +70,13 @@ class LieREConfig(PreTrainedConfig):
     def num_prefix_tokens(self) -> int:
         """Class and register tokens."""
         return int(self.use_class_token) + self.num_register_tokens
+
+    @property
+    def steps(self) -> list[float] | None:
+        """Distances of neighbouring training patches on the axes; `None` for tokens, which have no grid."""
+        name = "unit" if self.coordinates == "physical" else self.coordinates
+        ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, self.num_axes)
+        return name and grid_positions(self.train_grid, name, self.train_grid, ends).diff(dim=0)[0].tolist()
 
 
 class LieREViTConfig(BackboneConfigMixin, LieREConfig):
@@ -126,9 +127,8 @@ class LieREAttention(nn.Module):
         super().__init__()
         self.config, self.head_dim, self.scaling = config, config.head_dim, config.head_dim**-0.5
         width = config.num_attention_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.add_module(name, nn.Linear(config.hidden_size, width, bias=config.qkv_bias))
         self.o_proj = nn.Linear(width, config.hidden_size)
 
     def forward(self, hidden_states, rotation=None, attention_mask=None, **kwargs):
@@ -139,10 +139,8 @@ class LieREAttention(nn.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
             value = rotate(value, rotation) if self.config.rotate_values else value
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        attended, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )  # (B, N, H, D)
+        kwargs |= {"scaling": self.scaling, "dropout": self.config.attention_probs_dropout_prob * self.training}
+        attended, weights = attend(self, query, key, value, attention_mask, **kwargs)  # (B, N, H, D)
         if rotation is not None and self.config.rotate_values:
             attended = rotate(attended.transpose(1, 2), rotation.mT).transpose(1, 2)
         return self.o_proj(attended.flatten(2)), weights  # (B, N, hidden_size), (B, H, N, N) or None
@@ -150,8 +148,10 @@ class LieREAttention(nn.Module):
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     weights = query @ key.mT * scaling  # (B, H, N, N)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(weights.dtype).min)
     weights = weights if attention_mask is None else weights + attention_mask
-    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = weights.to(torch.promote_types(query.dtype, torch.float32)).softmax(dim=-1).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
@@ -231,7 +231,7 @@ class LieREEmbeddings(nn.Module):
             self.patch_embeddings = nn.ModuleDict({"projection": projection})
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, inputs, grids, positions, bool_masked_pos=None, moved=None):
+    def forward(self, inputs, grids, positions, bool_masked_pos, displacements):
         """
         (B, prefix + N, hidden_size) of pixels, patches or features.
 
@@ -239,7 +239,7 @@ class LieREEmbeddings(nn.Module):
             grids: The grid of all samples, or of each; none for tokens.
             positions: (…, prefix + N, A) coordinates at which a table with `position_table_size` is read.
             bool_masked_pos: (B, N), true where the mask token replaces a patch.
-            moved: (N, A) displacements of patches, in patches.
+            displacements: What [`draw_displacements`] returns for every grid; empty outside of training.
         """
         project = self.patch_embeddings["projection"] if grids else self.feature_embeddings
         inputs = inputs.to(project.weight.dtype)
@@ -252,8 +252,7 @@ class LieREEmbeddings(nn.Module):
             states = torch.where(bool_masked_pos.bool().unsqueeze(-1), self.mask_token.to(states.dtype), states)
         table, size, cls_token = self.position_embeddings, self.config.position_table_size, self.cls_token
         if table is not None and size is None:
-            patches = table[:, -math.prod(self.config.train_grid) :]
-            states = states + padded([self.resize(patches, grid, moved)[0] for grid in grids], states.shape[1])
+            states = states + padded([self.resize(table, each, displacements)[0] for each in grids], states.shape[1])
             cls_token = None if cls_token is None else cls_token + table[:, :1]
         prefix = [x.expand(len(states), -1, -1) for x in (cls_token, self.register_tokens) if x is not None]
         states = torch.cat([*prefix, states], dim=1)  # (B, prefix + N, hidden_size)
@@ -261,9 +260,10 @@ class LieREEmbeddings(nn.Module):
             states = states + read_table(table, tuple(size), positions)
         return self.dropout(states)
 
-    def resize(self, table, grid, moved):
-        """The (1, N, hidden_size) table of training patches for another grid, and for patches that moved."""
-        fits = grid == self.config.train_grid
+    def resize(self, table, grid, displacements):
+        """The (1, N, hidden_size) part of a table for patches, for another grid and for patches that moved."""
+        table = table[:, -math.prod(self.config.train_grid) :]
+        fits, (moved, *_) = grid == self.config.train_grid, displacements.get(grid, [None])
         if not fits and self.config.position_table_resize == "truncate":
             table, fits = table[:, : math.prod(grid)], True
         if fits and moved is None:
@@ -273,7 +273,7 @@ class LieREEmbeddings(nn.Module):
         volume = volume if fits else nn.functional.interpolate(volume, size=grid, mode=mode)
         if moved is not None:
             # −1 and 1 are the outer borders of the first and last entry, and the last axis comes first.
-            points = (2 * (patch_indices(grid) + moved) + 1) / torch.tensor(grid) - 1
+            points = (2 * (patch_indices(grid, moved.device) + moved) + 1) / moved.new_tensor(grid) - 1
             points = points.flip(-1).view(1, *grid, len(grid)).to(volume)
             volume = nn.functional.grid_sample(volume, points, padding_mode="border", align_corners=False)
         return volume.flatten(2).mT.to(table.dtype)
@@ -298,52 +298,62 @@ def read_table(table, size: tuple[int, ...], coordinates):
     return values.to(table.dtype)  # (…, N, hidden_size)
 
 
-def draw_displacements(config, grid):
+def draw_displacements(config, grid, device):
     """
-    How training moves patches, (N, A) in patches, and the first part of it, which also moves a table: ComRoPE's
-    perturbation (eq. 11), a truncated normal draw; then DINOv3's shift, jitter and rescaling of the whole grid.
+    How training moves the patches of a grid: ComRoPE's perturbation (eq. 11), (N, A) truncated normal draws in patches
+    or `None`; and DINOv3's shift, and the factor of its jitter and rescaling about the middle, of the axes.
     """
-    shape, moved = (math.prod(grid), len(grid)), None
+    index, moved, shift, factor = patch_indices(grid, device), None, 0.0, 1.0
     if sigma := config.position_perturbation:
-        quantiles = (2 * torch.rand(shape, dtype=torch.float64) - 1) * math.erf(0.5 / (sigma * math.sqrt(2)))
+        quantiles = torch.empty_like(index).uniform_(-1, 1) * math.erf(0.5 / (sigma * math.sqrt(2)))
         moved = (torch.erfinv(quantiles) * sigma * math.sqrt(2)).clamp(-0.5, 0.5)
-    jitter, rescale = (math.log(getattr(config, f"position_{name}") or 1) for name in ("jitter", "rescale"))
-    if not (config.position_shift or jitter or rescale):
-        return moved, moved
-    index, half = patch_indices(grid), torch.tensor(grid, dtype=torch.float64) / 2
-    draws = 2 * torch.rand(2 * len(grid) + 1, dtype=torch.float64) - 1
-    shift, stretch, scale = draws.split([len(grid), len(grid), 1])
-    places = index + (0 if moved is None else moved) - half + 0.5 + config.position_shift * shift * half
-    places = places * (jitter * stretch).exp() * (rescale * scale).exp()
-    return places + half - 0.5 - index, moved
+    if config.position_shift:
+        shift = config.position_shift * index.new_empty(len(grid)).uniform_(-1, 1) * index.new_tensor(grid) / 2
+    for largest, axes in ((config.position_jitter, len(grid)), (config.position_rescale, 1)):
+        factor = factor if largest is None else factor * largest ** index.new_empty(axes).uniform_(-1, 1)
+    return moved, shift, factor
 
 
-def place_patches(config, grid, spacing, moved, frame_times, device):
+def place_patches(config, grid, spacing, displacements, frame_times, device):
     """
-    (N, A) coordinates of the patches of a grid, which may have `moved` (N, A) patches, or (B, N, A) in
-    `coordinates="physical"`: ½ + (i + ½ − n/2)·e with the extent e of a patch in `physical_unit`, from the (A,) or (B,
-    A) spacing of pixels. The (T,) or (B, T) `frame_times` replace the spacing of the first axis; a tubelet is at the
-    mean time of its frames.
+    (N, A) coordinates of the patches of a grid, moved by its `displacements`; or (B, N, A) in `coordinates="physical"`:
+    ½ + (i + ½ − n/2)·e with the extent e of a patch in `physical_unit`, from the (A,) or (B, A) spacing of pixels. The
+    (T,) or (B, T) `frame_times` replace the spacing of the first axis; a tubelet is at the mean time of its frames.
     """
-    indices = patch_indices(grid, device)
-    first = indices[:, 0]
-    indices = indices if moved is None else indices + moved.to(indices)
+    indices = regular = patch_indices(grid, device)
+    if frame_times is not None:
+        times = frame_times.to(indices).view(-1, grid[0], config.patch_shape[0])  # (1 or B, tubelets, frames of each)
+        step = (times[:, -1, -1:] - times[:, 0, :1]) / max(times[0].numel() - 1, 1)
+        late = times.mean(-1) - (times[:, 0, :1] + times[:, -1, -1:]) / 2
+        frames = late / (torch.where(step > 0, step, 1.0) * times.shape[-1]) + grid[0] / 2 - 0.5  # (1 or B, tubelets)
+        late = frames.repeat_interleave(math.prod(grid[1:]), dim=1) - regular[:, 0]  # (1 or B, N)
+        indices = indices + nn.functional.pad(late.unsqueeze(-1), (0, len(grid) - 1))
+        samples = max(len(step), len(spacing) if spacing.ndim > 1 else 1)
+        spacing = torch.cat([step.expand(samples, 1), spacing.to(step).expand(samples, -1)], dim=-1)  # (1 or B, A)
+    middle, (moved, shift, factor) = indices.new_tensor(grid) / 2 - 0.5, displacements.get(grid, (None, 0.0, 1.0))
+    indices = middle + (indices + (0.0 if moved is None else moved) - middle + shift) * factor
     if config.coordinates != "physical":
         return grid_positions(grid, config.coordinates, config.train_grid, indices)
     if spacing is None:
         raise ValueError("coordinates='physical' need spacing, the extents of a pixel on each axis; None was given.")
-    spacing, tubelet = spacing.to(indices), config.patch_shape[0]
-    if frame_times is not None:
-        times = frame_times.to(indices).view(-1, grid[0] * tubelet)  # (1 or B, T)
-        step = (times[:, -1:] - times[:, :1]) / max(times.shape[1] - 1, 1)
-        late = times.unflatten(1, (grid[0], tubelet)).mean(-1) - (times[:, :1] + times[:, -1:]) / 2
-        frames = late / (torch.where(step > 0, step, 1.0) * tubelet) + grid[0] / 2 - 0.5  # (1 or B, tubelets)
-        late = frames.repeat_interleave(math.prod(grid[1:]), dim=1) - first  # (1 or B, N)
-        indices = indices + nn.functional.pad(late.unsqueeze(-1), (0, len(grid) - 1))
-        samples = max(len(step), len(spacing) if spacing.ndim > 1 else 1)
-        spacing = torch.cat([step.expand(samples, 1), spacing.expand(samples, -1)], dim=-1)  # (1 or B, A)
     patch, unit = (indices.new_tensor(x) for x in (config.patch_shape, config.physical_unit))
-    return 0.5 + (indices + 0.5 - indices.new_tensor(grid) / 2) * (spacing * patch / unit).unsqueeze(-2)
+    return 0.5 + (indices + 0.5 - indices.new_tensor(grid) / 2) * (spacing.to(unit) * patch / unit).unsqueeze(-2)
+
+
+def find_visible(mask):
+    """(1 or B, N), true for tokens that a query attends to, of a mask of tokens or of pairs; `None` of others."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
+        return mask.bool() if isinstance(mask, torch.Tensor) else None
+    attended = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return attended.flatten(1, 2).any(dim=1)
+
+
+def select(mask, kept):
+    """The (B, kept) tokens of a mask of tokens or of pairs."""
+    if mask is None or mask.ndim == 2:
+        return None if mask is None else mask.take_along_dim(kept, 1)
+    columns = mask.take_along_dim(kept[:, None, None], 3)
+    return columns if mask.shape[2] == 1 else columns.take_along_dim(kept[:, None, :, None], 2)
 
 
 class LieREPreTrainedModel(PreTrainedModel):
@@ -385,7 +395,7 @@ class LieREPreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = set()
         with suppress(ImportError):
             if not __name__.startswith("hf_liere") and find_spec("hf_liere") is not None:
-                logger.warning_once("`import hf_liere` before loading runs this model with fast kernels.")
+                logging.get_logger(__name__).warning_once("`import hf_liere` first runs this model with fast kernels.")
 
 
 class LieREViTModel(LieREPreTrainedModel):
@@ -435,21 +445,21 @@ class LieREViTModel(LieREPreTrainedModel):
             # What padding contains, even NaN, must not reach other tokens.
             pixel_values = pixel_values.masked_fill(~present.unsqueeze(-1), 0.0)
             attention_mask = nn.functional.pad(present, (count, 0), value=True)  # (B, prefix + N)
-        moved, moved_table = draw_displacements(config, grids[0]) if self.training and grids else (None, None)
+        moved = {each: draw_displacements(config, each, device) for each in dict.fromkeys(grids) if self.training}
         if positions is not None:
             positions = self.read_positions(positions.to(device, working_dtype(device)), num_tokens, present)
         elif config.coordinates is not None:
-            one = spacing is None or spacing.ndim == 1 or len(grids) == 1
-            spacings = [spacing] * len(grids) if one else spacing
+            spacings = [spacing] * len(grids) if spacing is None or spacing.ndim == 1 or len(grids) == 1 else spacing
             placed = [place_patches(config, *each, moved, frame_times, device) for each in zip(grids, spacings)]
             positions = self.add_prefix(padded(placed, num_tokens) if len(grids) > 1 else placed[0], num_tokens)
-        states = self.embeddings(pixel_values, grids, positions, bool_masked_pos, moved_table)
+        states = self.embeddings(pixel_values, grids, positions, bool_masked_pos, moved)
         if self.rotary_encoding is not None and not config.rotate_prefix:
             positions = nn.functional.pad(positions[..., count:, :], (0, 0, count, 0))
-        if self.training and config.patch_dropout_prob:
-            kept = self.draw_kept(states, attention_mask)  # (B, tokens)
+        visible = find_visible(attention_mask)
+        if self.training and getattr(config, "patch_dropout_prob", 0):
+            kept = self.draw_kept(states, visible)  # (B, tokens)
             states = states.take_along_dim(kept.unsqueeze(-1), 1)
-            attention_mask = None if attention_mask is None else attention_mask.take_along_dim(kept, 1)
+            visible, attention_mask = select(visible, kept), select(attention_mask, kept)
             if positions is not None:
                 positions = positions.expand(len(states), -1, -1).take_along_dim(kept.unsqueeze(-1), 1)
         rotations = [None] if self.rotary_encoding is None else self.rotary_encoding.rotations(positions)
@@ -458,9 +468,9 @@ class LieREViTModel(LieREPreTrainedModel):
         for layer, rotation in zip(self.layers, itertools.cycle(rotations)):  # layers may share one
             states = layer(states, rotation, mask, **kwargs)  # (B, prefix + N, hidden_size)
         if config.final_norm == "pooled":
-            return BaseModelOutputWithPooling(states, self.layernorm(self.pool(states, attention_mask)))
+            return BaseModelOutputWithPooling(states, self.layernorm(self.pool(states, visible)))
         states = self.layernorm(states)
-        return BaseModelOutputWithPooling(states, self.pool(states, attention_mask))
+        return BaseModelOutputWithPooling(states, self.pool(states, visible))
 
     def find_grids(self, inputs, mask, shapes):
         """The grid of all samples, of each, or none for tokens; and (B, N), false for padding, or `None`."""
@@ -476,12 +486,12 @@ class LieREViTModel(LieREPreTrainedModel):
 
     def read_positions(self, positions, num_tokens: int, present):
         """(…, prefix + N, A) coordinates of those that the caller gives; what padding has does not matter."""
-        if isinstance(self.config, LieRETokensConfig):
-            origin, scale = (positions.new_tensor(x) for x in (self.config.position_origin, self.config.position_scale))
-            positions = (positions - origin) * scale
         if present is not None and positions.ndim == 3:
             hidden = nn.functional.pad(~present, (positions.shape[1] - num_tokens, 0))
             positions = positions.masked_fill(hidden.unsqueeze(-1), 0.0)
+        if isinstance(self.config, LieRETokensConfig):
+            origin, scale = (positions.new_tensor(x) for x in (self.config.position_origin, self.config.position_scale))
+            positions = (positions - origin) * scale
         return self.add_prefix(positions, num_tokens)
 
     def add_prefix(self, positions, num_tokens: int):
@@ -515,11 +525,7 @@ class LieREViTModel(LieREPreTrainedModel):
         first = self.config.num_prefix_tokens if self.config.pooling == "mean" else 0
         if visible is None:
             return states[:, first:].mean(dim=1)
-        if visible.ndim == 4:
-            # Of pairs: a token counts that a query attends to.
-            attended = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
-            visible = attended.flatten(1, 2).any(dim=1)  # (1 or B, N)
-        visible = visible[:, first:, None].bool()
+        visible = visible[:, first:, None]
         return states[:, first:].masked_fill(~visible, 0.0).sum(dim=1) / visible.sum(dim=1)
 
 
