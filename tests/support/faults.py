@@ -96,7 +96,7 @@ FAULTS = tuple(
             "(self.q_proj, self.k_proj, self.v_proj), basis, self.o_proj)",
             "(self.q_proj, self.k_proj), basis)",
         ),
-        ("to_folded", "channels[:, in_planes:].flatten()])", "channels[:, in_planes:].flatten().flip(0)])"),
+        ("to_folded", "_reorder(to_basis(rows, basis), order)", "to_basis(rows, basis)"),
         # The transformer.
         ("LieRELayer", "self.layer_scale2(self.dropout(transformed))", "self.layer_scale1(self.dropout(transformed))"),
         ("LieRELayer", "config.drop_path_rate * index /", "config.drop_path_rate * (index + 1) /"),

@@ -35,7 +35,7 @@ PICTURES = ((32, 32), (16, 40), (24, 32), (48, 24), (8, 24))
 LARGE = (96, 120)
 # Of the size of outputs, and of the norm of each gradient: a few roundings of the type. In float64, 16 squarings and
 # tables, which are read in float32, round more. In bfloat16 queries are rounded in another basis.
-TOLERANCES = {"float64": (1e-10, 2e-7), "float32": (1e-6, 1e-5), "bfloat16": (0.03, 0.05), "autocast": (0.03, 0.05)}
+TOLERANCES = {"float64": (1e-9, 2e-7), "float32": (1e-6, 1e-5), "bfloat16": (0.03, 0.1), "autocast": (0.03, 0.1)}
 
 
 @dataclass
