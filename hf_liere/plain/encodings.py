@@ -309,6 +309,11 @@ STARTS: dict[str, tuple[Callable[[LieRotary], torch.Tensor], dict]] = {
 }
 
 
+def representation(spins: Sequence[int]) -> torch.Tensor:
+    """Direct sum of [`spin_generators`] in the order of `spins`: (3, b, b), b = Σ (2l + 1), in float64 on the CPU."""
+    return torch.stack([torch.block_diag(*axis) for axis in zip(*map(spin_generators, spins))])
+
+
 def spin_generators(spin: int) -> torch.Tensor:
     """
     L_x, L_y, L_z of spin l: real skew-symmetric matrices with [L_x, L_y] = L_z, and cyclically, so that exp(p · L) is
@@ -354,7 +359,7 @@ class LieRE(LieRotary):
             super().reset_parameters()
             return
         spins: Sequence[int] = self.spins or [(self.block_size - 1) // 2]
-        matrices = torch.stack([torch.block_diag(*axis) for axis in zip(*map(spin_generators, spins))])
+        matrices = representation(spins)
         if matrices.shape[-1] != self.block_size or self.num_axes != 3:
             raise ValueError(
                 f"spins={list(spins)} need {matrices.shape[-1]} channels, which is block_size, and 3 axes."

@@ -48,9 +48,8 @@ class LieREConfig(PreTrainedConfig):
 
     def extents(self, size: str, frames: str) -> tuple[int, ...]:
         """Rows and columns, after the frames of a clip, of a field for pixels and one for frames."""
-        sides = getattr(self, size)
-        sides = (sides, sides) if isinstance(sides, int) else sides
-        return (*([getattr(self, frames)] if hasattr(self, frames) else []), *sides)
+        sides, length = getattr(self, size), [getattr(self, frames)] if hasattr(self, frames) else []
+        return (*length, *((sides, sides) if isinstance(sides, int) else sides))
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
@@ -59,8 +58,7 @@ class LieREConfig(PreTrainedConfig):
     @property
     def train_grid(self) -> tuple[int, ...]:
         """Patches per axis of a training input."""
-        sizes = self.extents("image_size", "num_frames")
-        return tuple(size // patch for size, patch in zip(sizes, self.patch_shape))
+        return tuple(size // patch for size, patch in zip(self.extents("image_size", "num_frames"), self.patch_shape))
 
     @property
     def num_axes(self) -> int:
@@ -510,8 +508,7 @@ class LieREViTModel(LieREPreTrainedModel):
 
     def draw_kept(self, states, visible):
         """(B, kept) tokens that patch dropout keeps: the prefix and random patches, hidden ones last (FLIP, §3)."""
-        count = self.config.num_prefix_tokens
-        patches = states.shape[1] - count
+        count, patches = self.config.num_prefix_tokens, states.shape[1] - self.config.num_prefix_tokens
         noise = torch.rand(len(states), patches, device=states.device)  # (B, N)
         noise = noise if visible is None else noise + (~visible[:, count:]).to(noise)
         left = max(1, patches - int(patches * self.config.patch_dropout_prob))
@@ -556,10 +553,8 @@ class LieREViTForImageClassification(LieREPreTrainedModel):
         self.num_labels, hidden = config.num_labels, config.classifier_hidden_size
         self.liere = self.model_class(config)
         widths = [config.hidden_size, *([] if hidden is None else [hidden]), config.num_labels]
-        linear = [nn.Linear(*sizes) for sizes in zip(widths, widths[1:])]
-        self.classifier = linear[0] if hidden is None else nn.Sequential(linear[0], nn.ReLU(), linear[1])
-        if config.num_labels == 0:
-            self.classifier = nn.Identity()
+        linear = [nn.Linear(*sizes) for sizes in zip(widths, widths[1:])] if self.num_labels else [nn.Identity()]
+        self.classifier = linear[0] if len(linear) == 1 else nn.Sequential(linear[0], nn.ReLU(), linear[1])
         self.post_init()
 
     @can_return_tuple
