@@ -236,7 +236,11 @@ def test_a_save_removes_the_files_of_the_save_that_it_replaces(tiny, tmp_path):
     assert {path.name for path in tmp_path.glob("*.py")} == {"modeling_liere.py", "words.py", "positions.py"}
     assert "class LieREViTModel" in (tmp_path / "modeling_liere.py").read_text()
     patch(build_plain("clip_vision")[0], RotaryPatchConfig()).save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.py")} == {"modeling_patched.py", "words.py", "positions.py"}
+    names = {"modeling_liere.py", "modeling_patched.py", "words.py", "positions.py"}
+    assert {path.name for path in tmp_path.glob("*.py")} == names
+    # A model with RoPE has a stub, and no plain model beside it.
+    patch(build_rotating("llama")[0], PRETRAINED).save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == names - {"modeling_liere.py"}
 
 
 def test_references_to_many_files_become_one(tiny, tmp_path):
