@@ -74,7 +74,7 @@ class LieREConfig(PreTrainedConfig):
         """Distances of neighbouring training patches on the axes; `None` for tokens, which have no grid."""
         name = "unit" if self.coordinates == "physical" else self.coordinates
         ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, self.num_axes)
-        return name and grid_positions(self.train_grid, name, self.train_grid, ends).diff(dim=0)[0].tolist()
+        return grid_positions(self.train_grid, name, self.train_grid, ends).diff(dim=0)[0].tolist() if name else None
 
 
 class LieREViTConfig(BackboneConfigMixin, LieREConfig):
