@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import hf_liere
+from hf_liere.fast.dispatch import plain_operations
 from hf_liere.kernels import cpu_library
-from hf_liere.models.fast.dispatch import plain_operations
 
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 4}

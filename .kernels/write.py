@@ -50,9 +50,8 @@ def write(folder: Path) -> Path:
         for name in ("build.toml", "CARD.md"):
             shutil.copy(HERE / name, partial / name)
         shutil.copytree(HERE / "torch-ext", partial / "torch-ext")
-        for name in ("kernels", "models/rotation", "models/fast"):
+        for name in ("kernels", "rotation", "fast"):
             shutil.copytree(PACKAGE / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        (source / "models" / "__init__.py").touch()
         shutil.copytree(source, partial / variant, ignore=shutil.ignore_patterns("*.cpp", "*.h"))
         (partial / variant / "metadata.json").write_text(json.dumps(metadata(source), indent=2) + "\n")
     print(f"{folder} contains {variant.name}; the fastest library here is {Path(library._name).name}.")

@@ -16,7 +16,7 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 from hf_liere import __version__  # noqa: E402
-from hf_liere.models.encoding.rotary_fields import RotaryFields  # noqa: E402
+from hf_liere.encoding.rotary_fields import RotaryFields  # noqa: E402
 
 
 project = "hf_liere"

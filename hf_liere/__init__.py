@@ -2,6 +2,10 @@
 
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
+from .encoding.kinds import PLANES, BlockSizes, Start
+from .encoding.positions import Convention
+from .encoding.registration import register_coordinates, register_encoding, register_start
+from .encoding.rotary_encoding import RotaryEncoding
 from .geometry.orientations import (
     matrix_to_rotation_vector,
     quaternion_to_rotation_vector,
@@ -10,30 +14,26 @@ from .geometry.orientations import (
 )
 from .geometry.pose_embedding import PoseEmbedding
 from .layer.embedding import LieRotaryEmbedding, grid_positions
-from .libraries.diffusion_patch import set_frequency_schedule
-from .libraries.schedules import FrequencySchedule, ScheduleInput
-from .models.encoding.kinds import PLANES, BlockSizes, Start
-from .models.encoding.positions import Convention
-from .models.encoding.registration import register_coordinates, register_encoding, register_start
-from .models.encoding.rotary_encoding import RotaryEncoding
-from .models.patched import modeling_patched
-from .models.patched.rotary_patch import RotaryPatchConfig
-from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
-from .models.transformer.configuration_liere_tokens import LieRETokensConfig
-from .models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
-from .models.transformer.modeling_liere_heads import LieREViTBackbone, LieREViTForMaskedImageModeling
-from .models.transformer.modeling_liere_tokens import (
+from .patching import modeling_patched
+from .patching.adapters import load_rotary, save_rotary
+from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
+from .patching.guards import install_guards
+from .patching.libraries.diffusion_patch import set_frequency_schedule
+from .patching.libraries.schedules import FrequencySchedule, ScheduleInput
+from .patching.peft_adapters import merge_and_fold, with_rotations
+from .patching.rotary_patch import RotaryPatchConfig
+from .transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .transformer.configuration_liere_tokens import LieRETokensConfig
+from .transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
+from .transformer.modeling_liere_heads import LieREViTBackbone, LieREViTForMaskedImageModeling
+from .transformer.modeling_liere_tokens import (
     LieRETokensForSequenceClassification,
     LieRETokensForTokenClassification,
     LieRETokensModel,
 )
-from .models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .models.transformer.patch_batches import batch_of_patches
-from .patching.adapters import load_rotary, save_rotary
-from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
-from .patching.guards import install_guards
-from .patching.peft_adapters import merge_and_fold, with_rotations
-from .tools.conversion.upgrades import upgrade_encoding
+from .transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from .transformer.patch_batches import batch_of_patches
+from .upgrades import upgrade_encoding
 from .version import __version__
 
 

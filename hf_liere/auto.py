@@ -9,15 +9,12 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from .libraries import library_of
-from .models.patched import modeling_patched
-from .models.patched.modeling_patched import PREFIX, rotary_config
-from .models.patched.patched_configuration import TYPE_PREFIX
-from .models.patched.tower_patch import patched_towers
-from .models.registers import closest
-from .models.transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
-from .models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
-from .models.transformer.configuration_liere_tokens import LieRETokensConfig
+from .patching import modeling_patched
+from .patching.libraries import library_of
+from .patching.modeling_patched import PREFIX, rotary_config
+from .patching.patched_configuration import TYPE_PREFIX
+from .patching.tower_patch import patched_towers
+from .registers import closest
 from .storage.loading import (
     CheckpointError,
     find_beside,
@@ -28,6 +25,9 @@ from .storage.loading import (
     translate_loading_errors,
 )
 from .storage.saved_model import ADAPTER_CONFIG, SavedModel
+from .transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
+from .transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .transformer.configuration_liere_tokens import LieRETokensConfig
 
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def register() -> None:
     # ViT's processors for the installed backends.
     processors = {"pil": transformers.ViTImageProcessorPil} if is_vision_available() else {}
     if is_torchvision_available():
-        from .models.transformer.video_processing_liere import LieREVideoProcessor
+        from .transformer.video_processing_liere import LieREVideoProcessor
 
         AutoVideoProcessor.register(LieREVideoConfig, LieREVideoProcessor, exist_ok=True)
         processors["torchvision"] = transformers.ViTImageProcessor

@@ -22,8 +22,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from .models.patched.rotary_patch import RotaryPatchConfig
 from .patching.apply import patch
+from .patching.rotary_patch import RotaryPatchConfig
 
 
 ROTARY_FIELDS = {field.name for field in fields(RotaryPatchConfig)} - {"target", "folded_grids", "format_version"}

@@ -15,7 +15,7 @@ from checkout import ROOT
 from hub_fixtures import hub, storage  # noqa: F401 (fixtures)
 
 import hf_liere
-from hf_liere.models.fast.dispatch import as_on_accelerators, ask_backend
+from hf_liere.fast.dispatch import as_on_accelerators, ask_backend
 
 
 SHARED = ROOT.parent / "shared"

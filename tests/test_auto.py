@@ -20,8 +20,8 @@ from transformers import (
 
 import hf_liere
 from hf_liere.auto import load_checkpoint
-from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import CheckpointError
+from hf_liere.transformer.video_processing_liere import LieREVideoProcessor
 
 
 @pytest.fixture

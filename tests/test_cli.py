@@ -22,7 +22,7 @@ from hf_liere.errors import InputError
 from hf_liere.tools.cli import UPGRADED_ENCODINGS, main
 from hf_liere.tools.conversion.checkpoints import convert_state_dict
 from hf_liere.tools.conversion.options import OPTIONS
-from hf_liere.tools.conversion.upgrades import LEARNED_ENCODINGS
+from hf_liere.upgrades import LEARNED_ENCODINGS
 from training.common.arguments import ModelArguments
 from training.engine.model_setup import checkpoint_config, resolve_config
 from training.tasks.playground.predictions import Classifier, find_checkpoints

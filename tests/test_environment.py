@@ -12,8 +12,8 @@ import transformers
 from checkout import ROOT
 
 import hf_liere
+from hf_liere.fast.dispatch import find_backend
 from hf_liere.kernels import cpu_library
-from hf_liere.models.fast.dispatch import find_backend
 from hf_liere.patching.guards import GUARDS
 
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.rotation.bases import eigenbasis
-from ..models.rotation.exponential import skew
+from ..encoding.rotary_encoding import RotaryEncoding
+from ..rotation.bases import eigenbasis
+from ..rotation.exponential import skew
 
 
 def generator_matrices(encoding: RotaryEncoding) -> torch.Tensor:

@@ -8,9 +8,9 @@ which are finite everywhere; at an angle of π, where p and −p are the same or
 
 import torch
 
-from ..models.fast.dispatch import values_are_unknown
-from ..models.registers import check_name
-from ..models.rotation.exponential import skew
+from ..fast.dispatch import values_are_unknown
+from ..registers import check_name
+from ..rotation.exponential import skew
 
 
 # Largest |RᵀR − I| of accepted matrices: numbers in text files have few digits, and leave a rotation. Scaled or sheared

@@ -16,12 +16,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
-from ..models.encoding.given_positions import require_tensors
-from ..models.encoding.positions import GridPositions, TokenPositions
-from ..models.encoding.rotary_embedding import LieRotaryEmbedding
-from ..models.fast.dispatch import values_are_unknown, working_dtype
-from ..models.registers import check_name
-from ..models.rotation.rotation import PlaneRotation
+from ..encoding.given_positions import require_tensors
+from ..encoding.positions import GridPositions, TokenPositions
+from ..fast.dispatch import values_are_unknown, working_dtype
+from ..layer.rotary_embedding import LieRotaryEmbedding
+from ..registers import check_name
+from ..rotation.rotation import PlaneRotation
 from .poses import check_intrinsics, check_poses, first_pose, invert_poses, lift_intrinsics, relative_poses
 
 

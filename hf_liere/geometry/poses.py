@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..models.fast.dispatch import values_are_unknown
+from ..fast.dispatch import values_are_unknown
 from .orientations import TOLERANCE, refuse, rotation_faults
 
 

@@ -2,10 +2,10 @@
 Compiled implementations of functions of `models`, which computes the same with plain operations.
 
 It imports only `models.fast`; importing this package registers the kernels there. Start with `cuda.py` or `cpu.py`,
-which both implement the functions of `models/fast/dispatch.py`; `self_check.py` compares kernels before their use.
+which both implement the functions of `fast/dispatch.py`; `self_check.py` compares kernels before their use.
 """
 
-from ..models.fast.dispatch import register_backend
+from ..fast.dispatch import register_backend
 from . import cpu, cuda
 
 

@@ -8,7 +8,7 @@ Queries, keys and their gradients are float32 or bfloat16; rotations, their grad
 
 import torch
 
-from ..models.fast.scaling_and_squaring import POLYNOMIAL, SAVE_INTERVAL, RayTokens, first_square, num_saved
+from ..fast.scaling_and_squaring import POLYNOMIAL, SAVE_INTERVAL, RayTokens, first_square, num_saved
 from .cpu_library import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides, failure, library
 from .layout import Tensors, contiguous_channels, empty_like, is_planes, shared_strides
 

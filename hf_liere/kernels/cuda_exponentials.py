@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..models.fast.exponential_gradient import derivative_coefficients
-from ..models.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, device_constant
+from ..fast.exponential_gradient import derivative_coefficients
+from ..fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, device_constant
 
 
 import_error: str | None = None

@@ -18,7 +18,7 @@ struct Sizes {
     int64_t entries() const { return size * (size - 1) / 2; }
 };
 
-// As RayTokens of models/fast/scaling_and_squaring.py, with the squares that lead to a ray's first rotation.
+// As RayTokens of fast/scaling_and_squaring.py, with the squares that lead to a ray's first rotation.
 struct Rays {
     const int64_t* tokens;     // (count, longest), −1 beyond the end of a ray
     const int64_t* squarings;  // (count,)
@@ -52,7 +52,7 @@ template <int SIZE, typename T>
 struct Exponential {
     Matrix<SIZE, T> exponent, second, third, sixth, combinations[5];
 
-    // exp(exponent) by the polynomial of models/fast/scaling_and_squaring.py, in combinations[1].
+    // exp(exponent) by the polynomial of fast/scaling_and_squaring.py, in combinations[1].
     void compute(const double* polynomial) {
         multiply_half<1>(second, exponent, exponent);
         multiply_half<-1>(third, second, exponent);

@@ -1,5 +1,5 @@
 // Rotations of blocks of 3 and 4 channels in closed form, and the gradients of their exponents, as in
-// models/fast/closed_forms.py, but one vector of blocks at a time.
+// fast/closed_forms.py, but one vector of blocks at a time.
 #pragma once
 
 #include <cmath>

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..models.fast.application import apply_rotation, multiply_blocks
-from ..models.fast.dispatch import plain_operations
-from ..models.fast.exponential_gradient import batched_rotations_backward
-from ..models.fast.rotation_gradients import angle_gradients, outer_products
-from ..models.fast.scaling_and_squaring import PORTABLE_SQUARINGS, portable_rotations
+from ..fast.application import apply_rotation, multiply_blocks
+from ..fast.dispatch import plain_operations
+from ..fast.exponential_gradient import batched_rotations_backward
+from ..fast.rotation_gradients import angle_gradients, outer_products
+from ..fast.scaling_and_squaring import PORTABLE_SQUARINGS, portable_rotations
 
 
 logger = logging.get_logger(__name__)

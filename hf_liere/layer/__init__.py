@@ -1,4 +1,5 @@
 """
-What [`LieRotaryEmbedding`] needs in somebody's own code and no checkpoint contains. `embedding.py` places patches and
-has the public class, whose `like` starts at the rotations of another implementation, which `module_probe.py` finds.
+[`LieRotaryEmbedding`], for attention in somebody's own code and in patched models. `embedding.py` has the public class,
+which places patches and starts at the rotations of another implementation; `rotary_embedding.py` has what it does with
+positions.
 """

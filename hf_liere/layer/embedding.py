@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..models.encoding import rotary_embedding
-from ..models.encoding.positions import GridPositions, TokenPositions
-from .module_probe import Sizes, find_planes
+from ..encoding.positions import GridPositions, TokenPositions
+from ..probing.module_probe import Sizes, find_planes
+from . import rotary_embedding
 
 
 class LieRotaryEmbedding(rotary_embedding.LieRotaryEmbedding):

@@ -12,13 +12,13 @@ from safetensors.torch import save
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import TowerPatch, patched_towers
-from ..models.probing.module_inspection import linear_layer
-from ..models.saved_code import replace_file
+from ..probing.module_inspection import linear_layer
 from ..storage.loading import local_path, parse_json
+from ..storage.saved_code import replace_file
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest, open_weights
 from .apply import attach_plans, make_plans, require_patched
+from .rotary_patch import RotaryPatchConfig
+from .tower_patch import TowerPatch, patched_towers
 
 
 SKETCH_SIZE = 32

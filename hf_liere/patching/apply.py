@@ -7,13 +7,13 @@ from dataclasses import replace
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..libraries import TOWERS
-from ..libraries.library_patch import plan_library
-from ..models.patched.modeling_patched import RotaryModelMixin, is_restorable, patch_in_place, plan, unpatch_in_place
-from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import patched_towers
 from .guards import warn_unguarded
+from .libraries import TOWERS
+from .libraries.library_patch import plan_library
+from .modeling_patched import RotaryModelMixin, is_restorable, patch_in_place, plan, unpatch_in_place
 from .plain_rope import PlainRope
+from .rotary_patch import RotaryPatchConfig
+from .tower_patch import patched_towers
 
 
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:

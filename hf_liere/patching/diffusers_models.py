@@ -13,13 +13,13 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from torch import nn
 
-from ..libraries.diffusion_patch import CONFIG_FIELD
-from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import patched_towers
 from ..storage.loading import choose_place, find_beside
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from .adapters import load_rotary, remove_rotations, require_saved_together, write_rotations
 from .apply import is_patched, patch
+from .libraries.diffusion_patch import CONFIG_FIELD
+from .rotary_patch import RotaryPatchConfig
+from .tower_patch import patched_towers
 
 
 # Whether `from_pretrained` is building a model, whose rotations `load_model` reads.

@@ -12,23 +12,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.encoding.folded_liere import grid_name
-from ..models.encoding.folding import build_encoding, copy_model, fold_encoding
-from ..models.encoding.kinds import needs_exponential
-from ..models.encoding.positions import TokenPositions
-from ..models.encoding.projections import check_foldable, fold_into, to_folded
-from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.encoding.rotary_fields import DISPLACEMENTS
-from ..models.patched.patched_forward import place_grid
-from ..models.patched.pretrained_blocks import PretrainedBlocks
-from ..models.patched.pretrained_patch import RopePatch, rotate_states
-from ..models.patched.rotary_patch import RotaryPatchConfig
-from ..models.patched.tower_patch import patched_towers
-from ..models.patched.vision_patch import RotaryPatch, make_tower_config
-from ..models.probing.attention_probe import CAPTURE_ATTENTION, CapturedStates
-from ..models.probing.module_inspection import View, device_of, forward_arguments, projections, replaced
-from ..models.transformer.configuration_liere import pair
+from ..encoding.folding import build_encoding, copy_model, fold_encoding, grid_name
+from ..encoding.kinds import needs_exponential
+from ..encoding.positions import TokenPositions
+from ..encoding.rotary_encoding import RotaryEncoding
+from ..encoding.rotary_fields import DISPLACEMENTS
+from ..probing.attention_probe import CAPTURE_ATTENTION, CapturedStates
+from ..probing.module_inspection import View, device_of, forward_arguments, projections, replaced
+from ..rotation.projections import check_foldable, fold_into, to_folded
+from ..transformer.configuration_liere import pair
 from .apply import refuse_adapters, require_patched, unpatch
+from .patched_forward import place_grid
+from .pretrained_blocks import PretrainedBlocks
+from .pretrained_patch import RopePatch, rotate_states
+from .rotary_patch import RotaryPatchConfig
+from .tower_patch import patched_towers
+from .vision_patch import RotaryPatch, make_tower_config
 
 
 @torch.no_grad()

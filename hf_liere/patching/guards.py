@@ -17,7 +17,7 @@ from typing import Any
 import wrapt
 from torch import nn
 
-from ..models.patched.modeling_patched import RotaryModelMixin
+from .modeling_patched import RotaryModelMixin
 
 
 @dataclass

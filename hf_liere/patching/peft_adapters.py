@@ -18,12 +18,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..libraries.library_patch import LibraryPatch
-from ..models.patched.modeling_patched import RotaryModelMixin, auto_classes, patch_around
-from ..models.patched.patched_configuration import TYPE_PREFIX
-from ..models.patched.tower_patch import patched_towers
-from ..models.saved_code import replace_file
 from ..storage.loading import find_beside
+from ..storage.saved_code import replace_file
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, open_weights
 from .adapters import (
     PEFT_WEIGHTS,
@@ -37,6 +33,10 @@ from .adapters import (
 )
 from .apply import is_patched, require_patched
 from .folding import fold_rotations
+from .libraries.library_patch import LibraryPatch
+from .modeling_patched import RotaryModelMixin, auto_classes, patch_around
+from .patched_configuration import TYPE_PREFIX
+from .tower_patch import patched_towers
 
 
 if TYPE_CHECKING:

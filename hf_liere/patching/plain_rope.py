@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..libraries.library_patch import LibraryPatch
-from ..models.patched.pretrained_patch import RopePatch
-from ..models.patched.pretrained_rope import PretrainedPlanes
-from ..models.probing.rope_layout import RopeLayout
+from ..probing.rope_layout import RopeLayout
+from .libraries.library_patch import LibraryPatch
+from .pretrained_patch import RopePatch
+from .pretrained_rope import PretrainedPlanes
 
 
 # The frequencies of layers may differ by the rounding of float32.

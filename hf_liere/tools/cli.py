@@ -28,7 +28,7 @@ def parse_value(text: str) -> Any:
 # Run as files: importing them as modules would import the package.
 FOLDER = Path(__file__).parent
 VERSION = runpy.run_path(str(FOLDER.parent / "version.py"))["__version__"]
-closest = runpy.run_path(str(FOLDER.parent / "models" / "registers.py"))["closest"]
+closest = runpy.run_path(str(FOLDER.parent / "registers.py"))["closest"]
 ERRORS = runpy.run_path(str(FOLDER.parent / "errors.py"))
 
 
@@ -125,7 +125,7 @@ def run_convert(checkpoint: str, output: str, **options: Any) -> str:
 @command(
     "Give a model a more general position encoding or another image size without changing its outputs. It has more to "
     "learn: absolute positions with rotations that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table "
-    "for larger images. The documentation of hf_liere.tools.conversion.upgrades lists the upgrades that exist; others "
+    "for larger images. The documentation of hf_liere.upgrades lists the upgrades that exist; others "
     "are refused with the reason. No code of the checkpoint runs.",
     argument("checkpoint", "a model of this package, such as `hf-liere convert` writes"),
     argument("output", NEW_DIRECTORY),
@@ -335,8 +335,8 @@ def run_card(facts: str) -> str:
     argument("--position_encoding", "a rotary encoding (liere)"),
 )
 def run_bundle(kind: str, output: str, position_encoding: str = "liere") -> str:
-    from ..models.registers import check_name
     from ..plain import PLAIN_ENCODINGS, layer_code
+    from ..registers import check_name
     from ..storage.targets import new_file
 
     check_name("position_encoding", position_encoding, PLAIN_ENCODINGS)
@@ -377,7 +377,7 @@ def _run(arguments: list[str] | None) -> int:
     command, run, files = options.pop("command"), options.pop("run_command"), options.pop("register")
     try:
         for file in files:
-            from ..models.encoding.registration import import_file
+            from ..encoding.registration import import_file
 
             import_file(file)
         with ERRORS["printable_messages"]():

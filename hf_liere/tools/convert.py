@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..auto import load_checkpoint
-from ..models.transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
-from ..models.transformer.modeling_liere import LieREPreTrainedModel
 from ..storage.saved_model import SavedModel, file_digest
 from ..storage.targets import new_directory
-from .conversion.base import ConversionError
+from ..transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
+from ..transformer.modeling_liere import LieREPreTrainedModel
+from ..upgrades import ConversionError, resize_input, upgrade_encoding
 from .conversion.checkpoints import Conversion, convert_state_dict, require_source
 from .conversion.reading import json_beside, locate, read_checkpoint
-from .conversion.upgrades import resize_input, upgrade_encoding
 from .hub.cards import render_card
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 

@@ -133,7 +133,7 @@ def _functions() -> Iterator[dict]:
 
     # After a failed import of a package, Python keeps its imported submodules; only importing the package fails again.
     from .. import kernels  # noqa: F401 (registers itself)
-    from ..models.fast.dispatch import ask_backend
+    from ..fast.dispatch import ask_backend
 
     def ask(row: dict) -> str:
         tensor = torch.zeros(1, 1, 1, HEAD_DIM, dtype=getattr(torch, row["dtype"]), device=row["device"])

@@ -35,13 +35,13 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..auto import load_checkpoint
+from ..encoding.kinds import encoding_of, needs_exponential
+from ..encoding.positions import needs_spacing
 from ..errors import InputError, memory_shortage, require_libraries, silence
-from ..models.encoding.kinds import encoding_of, needs_exponential
-from ..models.encoding.positions import needs_spacing
-from ..models.patched.tower_patch import patched_towers
-from ..models.probing.module_inspection import cache_name, forward_arguments
-from ..models.transformer.configuration_liere import LieREPixelConfig, pair
+from ..patching.tower_patch import patched_towers
+from ..probing.module_inspection import cache_name, forward_arguments
 from ..storage.targets import new_file
+from ..transformer.configuration_liere import LieREPixelConfig, pair
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"

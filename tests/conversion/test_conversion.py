@@ -18,10 +18,10 @@ from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.tools.cli import main
-from hf_liere.tools.conversion.base import ConversionError
 from hf_liere.tools.conversion.checkpoints import convert_state_dict, require_options
 from hf_liere.tools.conversion.reading import read_checkpoint
 from hf_liere.tools.convert import convert_checkpoint
+from hf_liere.upgrades import ConversionError
 
 
 # Two layers in float32, on logits of the order of one.

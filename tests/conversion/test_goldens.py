@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from hf_liere import RotaryPatchConfig, patch, unpatch
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding.positions import TokenPositions
 from hf_liere.tools.conversion.checkpoints import convert_state_dict
 
 

@@ -8,11 +8,10 @@ import transformers
 
 import hf_liere
 from hf_liere import upgrade_encoding
-from hf_liere.models.encoding.kinds import ENCODINGS, encoding_of
+from hf_liere.encoding.kinds import ENCODINGS, encoding_of
 from hf_liere.tools.cli import main
-from hf_liere.tools.conversion.base import ConversionError
-from hf_liere.tools.conversion.upgrades import LEARNED_ENCODINGS, resize_input
 from hf_liere.tools.inspection.encodings import generator_matrices
+from hf_liere.upgrades import LEARNED_ENCODINGS, ConversionError, resize_input
 
 
 # The same function in another order of float32 operations.

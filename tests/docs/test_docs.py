@@ -31,8 +31,8 @@ from training_helpers import write_images_folder, write_parquet
 
 import hf_liere
 import training.evidence.evaluate_sweep as sweeps
-from hf_liere.models.encoding.kinds import ENCODINGS, STARTS
-from hf_liere.models.encoding.positions import CONVENTIONS
+from hf_liere.encoding.kinds import ENCODINGS, STARTS
+from hf_liere.encoding.positions import CONVENTIONS
 from hf_liere.tools.cli import PARSER, main
 from training.common.command_line import parse_arguments
 from training.demo import save_puzzles

@@ -18,7 +18,7 @@ from page_models import clip
 from patching_cases import widen
 
 from hf_liere import is_patched
-from hf_liere.models.encoding.kinds import ENCODINGS
+from hf_liere.encoding.kinds import ENCODINGS
 
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))

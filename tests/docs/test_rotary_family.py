@@ -10,10 +10,10 @@ from encoding_cases import perturb
 
 import hf_liere
 from hf_liere import upgrade_encoding
+from hf_liere.encoding.folding import build_rotary_encoding
 from hf_liere.geometry.common_planes import find_common_planes
-from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.tools.conversion.base import ConversionError
 from hf_liere.tools.inspection.encodings import generator_matrices, learned_frequencies, relativity_error
+from hf_liere.upgrades import ConversionError
 
 
 PAGE = ROOT / "docs" / "rotary_family.md"

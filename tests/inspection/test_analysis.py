@@ -14,7 +14,7 @@ from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
 
 import hf_liere
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding.positions import TokenPositions
 from hf_liere.plain.encodings import rotations
 from hf_liere.tools.inspection import encodings
 from hf_liere.tools.inspection.analysis import (

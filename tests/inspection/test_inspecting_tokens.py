@@ -9,7 +9,7 @@ from encoding_cases import perturb
 from inspection_pages import Page, picture
 
 import hf_liere
-from hf_liere.models.rotation.exponential import skew, skew_entries
+from hf_liere.rotation.exponential import skew, skew_entries
 from hf_liere.tools.cli import main
 from hf_liere.tools.inspection.analysis import analyse
 from hf_liere.tools.inspection.encodings import representation_error

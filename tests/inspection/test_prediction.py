@@ -12,11 +12,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
-from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 from hf_liere.tools.cli import main
 from hf_liere.tools.inspection.attention import attention_maps, vision_tower
 from hf_liere.tools.inspection.inputs import Preparation, read_file
 from hf_liere.tools.inspection.prediction import prepare
+from hf_liere.transformer.video_processing_liere import LieREVideoProcessor
 
 
 NAMES = {0: "cat", 1: "dog", 2: "hen"}

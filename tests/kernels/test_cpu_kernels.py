@@ -10,14 +10,14 @@ from fresh_process import run_warm
 from rotating import rotate_query_key
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.fast.closed_forms import cos_sin
+from hf_liere.fast.exponential_gradient import derivative_coefficients, product_indices
+from hf_liere.fast.rotation_gradients import commuting_backward, rotate_backward
+from hf_liere.fast.scaling_and_squaring import RayTokens, num_saved
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.fast.closed_forms import cos_sin
-from hf_liere.models.fast.exponential_gradient import derivative_coefficients, product_indices
-from hf_liere.models.fast.rotation_gradients import commuting_backward, rotate_backward
-from hf_liere.models.fast.scaling_and_squaring import RayTokens, num_saved
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.rotation.exponential import block_rotations, skew
 
 
 needs_kernels = pytest.mark.usefixtures("compiled_kernels")

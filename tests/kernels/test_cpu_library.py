@@ -9,9 +9,9 @@ from cpu_library_checks import BUILT, CAPABILITY, assert_rotations_are_right, re
 from fresh_process import run_python
 from transformers.utils import logging
 
+from hf_liere.fast import dispatch
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.fast import dispatch
 
 
 # What each capability of a CPU includes.

@@ -8,8 +8,8 @@ from slow_cases import slow_except
 from triton_loading import DEVICE
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from hf_liere.models.fast import dispatch
-from hf_liere.models.rotation.exponential import layer_block_rotations, skew
+from hf_liere.fast import dispatch
+from hf_liere.rotation.exponential import layer_block_rotations, skew
 
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")

@@ -13,12 +13,12 @@ from rotating import rotate, rotate_query_key
 from slow_cases import slow_except
 from triton_loading import DEVICE, load_kernels
 
+from hf_liere.fast import dispatch
+from hf_liere.fast.dispatch import find_backend
+from hf_liere.fast.rotating import _rotate
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
-from hf_liere.models.fast import dispatch
-from hf_liere.models.fast.dispatch import find_backend
-from hf_liere.models.fast.rotating import _rotate
-from hf_liere.models.rotation.rotation import PlaneRotation
+from hf_liere.rotation.rotation import PlaneRotation
 
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]
@@ -274,7 +274,7 @@ def test_kernels_of_exponentials_compile_for_cuda(capability, block_size, tile):
 
 STEP = """
 import sys, torch, hf_liere
-from hf_liere.models.fast.dispatch import (find_backend)
+from hf_liere.fast.dispatch import (find_backend)
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):

@@ -11,9 +11,9 @@ from slow_cases import slow_except
 from triton_loading import DEVICE
 
 import hf_liere
+from hf_liere.fast import dispatch
+from hf_liere.fast.dispatch import find_backend
 from hf_liere.kernels import self_check
-from hf_liere.models.fast import dispatch
-from hf_liere.models.fast.dispatch import find_backend
 
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
@@ -150,7 +150,7 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch):
 def test_graphs_are_captured_after_a_pass(kernels, monkeypatch):
     monkeypatch.setitem(dispatch._BACKENDS, DEVICE, kernels)
     query, key = torch.randn(2, 3, 2, 6, 48, device=DEVICE).unbind()
-    rotation = hf_liere.models.rotation.rotation.PlaneRotation(torch.randn(1, 2, 6, 24, 2, device=DEVICE))
+    rotation = hf_liere.rotation.rotation.PlaneRotation(torch.randn(1, 2, 6, 24, 2, device=DEVICE))
     graph = torch.cuda.CUDAGraph()
     before = set(kernels.self_check.outcomes)
     with torch.cuda.graph(graph):
@@ -168,7 +168,7 @@ def test_graphs_are_captured_after_a_pass(kernels, monkeypatch):
 
 TRAINING = """
 import sys, threading, importlib.util, torch, hf_liere
-from hf_liere.models.fast import dispatch
+from hf_liere.fast import dispatch
 specification = importlib.util.spec_from_file_location("hf_liere.kernels.cuda_edited", sys.argv[1])
 kernels = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(kernels)

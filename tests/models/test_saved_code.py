@@ -15,10 +15,10 @@ from slow_cases import slow_except
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, patch
-from hf_liere.models.encoding.kinds import ENCODINGS
-from hf_liere.models.patched.modeling_patched import rotary_config
-from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
+from hf_liere.encoding.kinds import ENCODINGS
+from hf_liere.patching.modeling_patched import rotary_config
 from hf_liere.plain import model_code
+from hf_liere.transformer.video_processing_liere import LieREVideoProcessor
 
 
 PRETRAINED = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")

@@ -22,8 +22,8 @@ from hf_liere import (
     set_frequency_schedule,
     unpatch,
 )
-from hf_liere.libraries.families import FAMILIES, geometric_planes
-from hf_liere.libraries.rotations import find_coordinates
+from hf_liere.patching.libraries.families import FAMILIES, geometric_planes
+from hf_liere.patching.libraries.rotations import find_coordinates
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")

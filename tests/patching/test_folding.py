@@ -12,16 +12,8 @@ from safetensors.torch import load_file
 from slow_cases import slow_except
 
 import hf_liere
-from hf_liere import (
-    RotaryPatchConfig,
-    is_patched,
-    load_rotary,
-    merge_and_fold,
-    patch,
-    save_rotary,
-    with_rotations,
-)
-from hf_liere.models.encoding import commuting_encodings, rotary_encoding
+from hf_liere import RotaryPatchConfig, is_patched, load_rotary, merge_and_fold, patch, save_rotary, with_rotations
+from hf_liere.encoding import commuting_encodings, rotary_encoding
 
 
 ENCODINGS = {

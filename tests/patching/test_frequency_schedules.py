@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_liere import FrequencySchedule, ScheduleInput, patch, set_frequency_schedule, unpatch
-from hf_liere.libraries.schedules import METHODS
+from hf_liere.patching.libraries.schedules import METHODS
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")

@@ -10,7 +10,7 @@ from patching_checks import SHARED_CONFIG, build_patched, check_copies, check_of
 from slow_cases import slow_except
 
 from hf_liere import FrequencySchedule, patch, rotary_parameters, set_frequency_schedule, unpatch
-from hf_liere.models.patched import tower_patch
+from hf_liere.patching import tower_patch
 
 
 def test_offloaded_and_dispatched_models():

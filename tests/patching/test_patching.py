@@ -12,10 +12,10 @@ from patching_checks import SHARED_CONFIG, build_patched, check_unpatched, unit_
 from reference import head_rotation
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
-from hf_liere.models.encoding.kinds import ENCODINGS
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.patched.vision_towers import find_towers
-from hf_liere.models.probing.module_inspection import head_shape, projections
+from hf_liere.encoding.kinds import ENCODINGS
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.patching.vision_towers import find_towers
+from hf_liere.probing.module_inspection import head_shape, projections
 
 
 def configs_of(model):

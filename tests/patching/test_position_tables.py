@@ -10,7 +10,7 @@ from patching_cases import CASES, build, randomize, run, same_bits
 from patching_checks import SHARED_CONFIG
 
 from hf_liere import patch, set_absolute_weight, unpatch
-from hf_liere.models.patched.vision_towers import find_towers, position_table
+from hf_liere.patching.vision_towers import find_towers, position_table
 
 
 # transformers' own interpolation of ViViT's table fails.

@@ -11,7 +11,7 @@ from rope_cases import HEADS, PLANES, TEXT
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
-from hf_liere.models.patched.modeling_patched import split_rotations
+from hf_liere.patching.modeling_patched import split_rotations
 
 
 ENCODINGS = {

@@ -35,8 +35,8 @@ from hf_liere import (
     save_rotary,
     unpatch,
 )
-from hf_liere.libraries.timm_patch import EMBEDDINGS, SPECTRA
-from hf_liere.models.encoding.kinds import ENCODINGS
+from hf_liere.encoding.kinds import ENCODINGS
+from hf_liere.patching.libraries.timm_patch import EMBEDDINGS, SPECTRA
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.tools.cli import main
 from hf_liere.tools.hub.cards import push_card

@@ -5,8 +5,8 @@ import torch
 from launches import count_operations
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.fast.dispatch import as_on_accelerators
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.fast.dispatch import as_on_accelerators
 
 
 LAYERS = 12

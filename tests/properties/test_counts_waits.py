@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_liere
 from hf_liere import LieRotaryEmbedding, RotaryPatchConfig
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
-from hf_liere.models.fast.dispatch import as_on_accelerators
+from hf_liere.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.fast.dispatch import as_on_accelerators
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

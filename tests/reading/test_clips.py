@@ -10,10 +10,10 @@ from clip_files import write_clip, write_series
 from PIL import Image
 
 import hf_liere
-from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 from hf_liere.reading.clips import FrameReader
 from hf_liere.reading.files import UnreadableError
 from hf_liere.tools.cli import main
+from hf_liere.transformer.video_processing_liere import LieREVideoProcessor
 from training.data.clips import ClipReader
 from training.data.sources import DataRequest
 from training.data.video_data import VideoDataArguments, load_clips

@@ -6,7 +6,7 @@ from tiny_configs import make_config, shrink
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_liere.auto import build_without_weights
-from hf_liere.models.probing.coordinate_probe import TOKENS, split_cos_sin
+from hf_liere.probing.coordinate_probe import TOKENS, split_cos_sin
 from hf_liere.tools.cli import main
 from hf_liere.tools.rope_check.measurement import measure
 from hf_liere.tools.rope_check.reading import find_rotations

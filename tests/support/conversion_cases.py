@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from hf_liere.tools.conversion.base import ConversionError
 from hf_liere.tools.conversion.checkpoints import convert_state_dict
+from hf_liere.upgrades import ConversionError
 
 
 FIELDS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

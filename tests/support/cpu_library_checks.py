@@ -3,9 +3,9 @@
 import reference
 import torch
 
+from hf_liere.fast import dispatch
 from hf_liere.kernels import cpu_library
-from hf_liere.models.fast import dispatch
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.rotation.exponential import block_rotations, skew
 
 
 BUILT = cpu_library.FOLDER

@@ -3,8 +3,8 @@
 import own_rotations
 import torch
 
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
-from hf_liere.models.encoding.positions import CONVENTIONS
+from hf_liere.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.encoding.positions import CONVENTIONS
 from hf_liere.plain import PLAIN_ENCODINGS, LieRotary
 from hf_liere.plain.encodings import planar
 

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils.generic import maybe_autocast
 
-from hf_liere.models.fast.dispatch import plain_functions
+from hf_liere.fast.dispatch import plain_functions
 
 
 # Values decide the results of such operations, or their shapes.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hf_liere.models.fast import application, rotating, rotation_gradients
+from hf_liere.fast import application, rotating, rotation_gradients
 
 
 # They change no number, or only call others that are counted.

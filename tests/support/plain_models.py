@@ -11,8 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 import hf_liere
-from hf_liere.models.encoding.kinds import ENCODINGS, needs_exponential
-from hf_liere.models.fast.dispatch import as_on_accelerators, plain_operations
+from hf_liere.encoding.kinds import ENCODINGS, needs_exponential
+from hf_liere.fast.dispatch import as_on_accelerators, plain_operations
 from hf_liere.plain import PLAIN_ENCODINGS
 from hf_liere.plain import model as plain_models
 

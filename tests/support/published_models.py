@@ -6,7 +6,7 @@ import torch
 from transformers import CLIPConfig, CLIPModel, ViTImageProcessor
 
 import hf_liere
-from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
+from hf_liere.transformer.video_processing_liere import LieREVideoProcessor
 
 
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model of the tests\n"

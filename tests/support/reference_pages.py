@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig, RotaryPatchConfig  # noqa: E402
-from hf_liere.models.encoding.kinds import ENCODINGS, STARTS  # noqa: E402
-from hf_liere.models.encoding.positions import CONVENTIONS  # noqa: E402
-from hf_liere.models.encoding.rotary_fields import RANGES, UNROTATED, GridFields, RotaryFields  # noqa: E402
-from hf_liere.models.patched.rotary_patch import KEEP_ABSOLUTE  # noqa: E402
-from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig  # noqa: E402
-from hf_liere.models.transformer.validation import ARCHITECTURE_RANGES  # noqa: E402
+from hf_liere.encoding.kinds import ENCODINGS, STARTS  # noqa: E402
+from hf_liere.encoding.positions import CONVENTIONS  # noqa: E402
+from hf_liere.encoding.rotary_fields import RANGES, UNROTATED, GridFields, RotaryFields  # noqa: E402
+from hf_liere.patching.rotary_patch import KEEP_ABSOLUTE  # noqa: E402
 from hf_liere.tools.cli import PARSER  # noqa: E402
+from hf_liere.transformer.configuration_liere import LieREConfig, LieREPixelConfig  # noqa: E402
+from hf_liere.transformer.validation import ARCHITECTURE_RANGES  # noqa: E402
 from training.common.help import read_arguments  # noqa: E402
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import RotaryPatchConfig, patch
-from hf_liere.models.patched.tower_patch import patched_towers
+from hf_liere.patching.tower_patch import patched_towers
 
 
 PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")

@@ -37,10 +37,10 @@ from transformers.models.auto import modeling_auto
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
 from hf_liere.auto import model_types
-from hf_liere.models.patched.modeling_patched import plan
-from hf_liere.models.patched.tower_patch import patched_towers
-from hf_liere.models.probing.coordinate_probe import frequency_buffers
-from hf_liere.models.probing.module_inspection import forward_arguments, names_in_forward
+from hf_liere.patching.modeling_patched import plan
+from hf_liere.patching.tower_patch import patched_towers
+from hf_liere.probing.coordinate_probe import frequency_buffers
+from hf_liere.probing.module_inspection import forward_arguments, names_in_forward
 
 
 RECORD = ROOT / "tests" / "goldens" / "rope_census.json"

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
+from hf_liere.rotation.rotation import BlockRotation, PlaneRotation
 
 
 def rotation_of(rotation):

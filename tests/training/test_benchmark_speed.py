@@ -14,7 +14,7 @@ from checkout import ROOT
 from encoding_cases import block_size
 from fresh_process import run_warm
 
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding.positions import TokenPositions
 from training.evidence import benchmark_speed
 from training.evidence.speed import measurements, runner, tables
 from training.evidence.speed import models as benchmark_models

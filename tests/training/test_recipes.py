@@ -20,7 +20,7 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 
 import hf_liere
 from hf_liere import RotaryPatchConfig
-from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.encoding.folding import build_rotary_encoding
 from hf_liere.tools import cli
 from training.common.arguments import InputError, architecture_fields
 from training.common.command_line import parse_arguments, to_flags

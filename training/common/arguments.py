@@ -15,8 +15,8 @@ from transformers.trainer_utils import HubStrategy
 from transformers.training_args import TrainingArguments
 
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
+from hf_liere.encoding.registration import import_file
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.registration import import_file
 from training.common.help import WRITTEN
 
 

@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_liere.errors import InputError
-from hf_liere.models.registers import closest
+from hf_liere.registers import closest
 from training.common.arguments import ArchitectureArguments, architecture_fields
 from training.common.help import asks_for_help, print_help
 

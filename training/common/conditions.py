@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_liere.errors import InputError
-from hf_liere.models.transformer.configuration_liere import LieREConfig
+from hf_liere.transformer.configuration_liere import LieREConfig
 from training.common.arguments import flag
 
 

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hf_liere
-from hf_liere.models.saved_code import replace_file
+from hf_liere.storage.saved_code import replace_file
 
 
 CONFIG_FILE = "run_config.json"

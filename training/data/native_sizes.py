@@ -12,7 +12,7 @@ from transformers.models.siglip2.image_processing_siglip2 import get_image_size_
 
 from hf_liere import LieREViTConfig, batch_of_patches
 from hf_liere.errors import InputError
-from hf_liere.models.transformer.configuration_liere import pair
+from hf_liere.transformer.configuration_liere import pair
 from training.common.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
 from training.common.conditions import ConditionArguments
 from training.data.augmentation import Collator

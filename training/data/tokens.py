@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hf_liere.errors import InputError
-from hf_liere.models.fast.dispatch import working_dtype
+from hf_liere.fast.dispatch import working_dtype
 from training.common.arguments import LimitArguments, flag, require_numbers
 from training.common.messages import abbreviate
 from training.data import handedness, pointers, poses, proteins, solids, views

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, Siglip2ImageProcessor, ViTImageProcessor, set_seed
 
-from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
+from hf_liere.transformer.video_processing_liere import LieREVideoProcessor
 from training.common.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
 from training.common.conditions import ConditionArguments, ConditionCollator
 from training.common.records import describe_examples

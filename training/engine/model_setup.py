@@ -20,10 +20,8 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from hf_liere import LieREVideoConfig, LieREViTConfig, upgrade_encoding
+from hf_liere.encoding.rotary_fields import TRAINING_ONLY
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.rotary_fields import TRAINING_ONLY
-from hf_liere.models.transformer.configuration_liere import LieREConfig, LieREPixelConfig, pair
-from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 from hf_liere.reading.volumes import ORIENTATION
 from hf_liere.storage.loading import (
     CheckpointError,
@@ -33,6 +31,8 @@ from hf_liere.storage.loading import (
     translate_loading_errors,
 )
 from hf_liere.storage.saved_model import SavedModel
+from hf_liere.transformer.configuration_liere import LieREConfig, LieREPixelConfig, pair
+from hf_liere.transformer.video_processing_liere import LieREVideoProcessor
 from training.common.arguments import CheckpointArguments, SampleArguments, ViewArguments
 from training.data.sources import LabelledImages
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, save_rotary, unpatch
 from hf_liere.errors import InputError
-from hf_liere.models.patched.modeling_patched import plan
 from hf_liere.patching.adapters import read_adapter
+from hf_liere.patching.modeling_patched import plan
 from hf_liere.storage.saved_model import ADAPTER_CONFIG
 from training.common.arguments import flag, require_numbers
 from training.common.help import WRITTEN

@@ -16,8 +16,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_liere.errors import InputError, printable, printable_messages
-from hf_liere.models.saved_code import replace_file
 from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_code import replace_file
 from hf_liere.storage.saved_model import SavedModel, weights_digest
 from training.common.arguments import RunArguments
 from training.common.chance import describe_unlearned

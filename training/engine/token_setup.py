@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_liere import LieRETokensConfig, PoseEmbedding
+from hf_liere.encoding.kinds import ENCODINGS
 from hf_liere.errors import InputError
 from hf_liere.geometry.pose_embedding import POSE_ATTENTION
-from hf_liere.models.encoding.kinds import ENCODINGS
 from training.common.arguments import TokensModelArguments
 from training.data.tokens import TokenData, TokenTable
 from training.engine.model_setup import resolve_config

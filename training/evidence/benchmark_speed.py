@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import transformers
 
-from hf_liere.models.encoding.registration import import_file
+from hf_liere.encoding.registration import import_file
 from training.evidence.speed.clocks import CLOCKS
 from training.evidence.speed.measurements import BASELINE, Case, Records, growth_cases
 from training.evidence.speed.models import SIZES, BenchmarkError, Row, Settings, check_row

@@ -18,8 +18,8 @@ import torch
 from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig, LieREViTConfig, LieREViTForImageClassification
-from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.rotation.exponential import skew
+from hf_liere.encoding.folding import build_rotary_encoding
+from hf_liere.rotation.exponential import skew
 from hf_liere.tools.inspection.costs import count_cost, count_forward
 from training.evidence.reporting.markdown import markdown
 

@@ -27,8 +27,8 @@ import yaml
 from matplotlib.patches import Circle
 
 from hf_liere import LieRotaryEmbedding, matrix_to_rotation_vector, rotation_vector_to_matrix
-from hf_liere.models.encoding.kinds import ENCODINGS
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding.kinds import ENCODINGS
+from hf_liere.encoding.positions import TokenPositions
 from hf_liere.tools.inspection.plots import COLOURS, draw
 from training.common.records import write_text
 from training.engine.runs import start

@@ -1,4 +1,4 @@
-"""Measures what each trick of `models/fast` and `kernels` saves of a step, by switching it off.
+"""Measures what each trick of `fast` and `kernels` saves of a step, by switching it off.
 
     python training/evidence/price_list.py --output outputs/price.jsonl       # everything: an hour and a half
     python training/evidence/price_list.py --output outputs/price.jsonl --tricks "huge pages" --recipes liere8_training
@@ -31,10 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from tqdm.auto import tqdm
 
+from hf_liere.encoding import positions
+from hf_liere.encoding import rotary_encoding as rotation_cache
+from hf_liere.fast import exponential_gradient, exponentials, quaternions, scaling_and_squaring
+from hf_liere.fast.dispatch import plain_operations
 from hf_liere.kernels import cpu
-from hf_liere.models.encoding import positions, projections, rotation_cache
-from hf_liere.models.fast import exponential_gradient, exponentials, quaternions, scaling_and_squaring
-from hf_liere.models.fast.dispatch import plain_operations
+from hf_liere.rotation import projections
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.measurements import PHASES, Records, read_lines
 from training.evidence.speed.models import Row, Settings

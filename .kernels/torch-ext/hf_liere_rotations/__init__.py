@@ -6,9 +6,9 @@ kernels compute float32 and bfloat16 on CPUs; plain operations of PyTorch comput
 import torch
 
 from . import kernels  # noqa: F401 — it registers the kernels
-from .models.fast.dispatch import working_dtype
-from .models.rotation.exponential import block_rotations, skew
-from .models.rotation.rotation import BlockRotation
+from .fast.dispatch import working_dtype
+from .rotation.exponential import block_rotations, skew
+from .rotation.rotation import BlockRotation
 
 
 __all__ = ["block_rotations", "rotate", "skew", "skew_exponential"]

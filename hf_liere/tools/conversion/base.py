@@ -5,31 +5,16 @@ configuration and the weights of our model.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
-from ...errors import InputError
-from ...models.transformer.pretrained import LieREPreTrainedModel
+from ...transformer.pretrained import LieREPreTrainedModel
+from ...upgrades import ConversionError, sizes
 from .options import OPTIONS
-
-
-class ConversionError(InputError):
-    """The checkpoint cannot be converted, or an option is invalid; the message has the reason."""
-
-
-@contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Turn the reason why a configuration or an encoding is impossible into [`ConversionError`]."""
-    try:
-        yield
-    except (StrictDataclassError, ValueError) as reason:
-        raise ConversionError(f"{what}: {str(reason).removesuffix('.')}.") from reason
 
 
 @dataclass
@@ -193,14 +178,6 @@ class Source:
         if rows not in (math.prod(grid), grid[-1] ** 2 if is_square else None):
             raise ConversionError(f"image_size={image} has {math.prod(grid)} patches; the table has {rows}.")
         return image
-
-
-def sizes(name: str, value: int | Iterable[int], axes: int) -> tuple[int, ...]:
-    """One positive extent per axis, from a single number or one number per axis."""
-    extents = (value,) * axes if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else ()
-    if len(extents) != axes or any(not isinstance(size, int) or size < 1 for size in extents):
-        raise ConversionError(f"{name}={value!r} must be one positive number, or one for each of {axes} axes.")
-    return extents
 
 
 def square_root(name: str, number: int) -> int:

@@ -36,11 +36,12 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
-from ...models.transformer.configuration_liere import LieREConfig
-from ...models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
-from ...models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from ...models.transformer.pretrained import LieREPreTrainedModel
-from .base import ConversionError, Source, refusing, require_one_of
+from ...transformer.configuration_liere import LieREConfig
+from ...transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
+from ...transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from ...transformer.pretrained import LieREPreTrainedModel
+from ...upgrades import ConversionError, refusing
+from .base import Source, require_one_of
 from .comrope import ComRoPESource
 from .liere import LieRESource
 from .naver import NaverSource

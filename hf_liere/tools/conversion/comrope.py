@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 import torch
 
-from ...models.rotation.exponential import skew_entries
-from .base import ConversionError, Source, number_of_axes, number_of_heads, require_one_of
+from ...rotation.exponential import skew_entries
+from ...upgrades import ConversionError
+from .base import Source, number_of_axes, number_of_heads, require_one_of
 
 
 # Maps the official names of encodings to ours.

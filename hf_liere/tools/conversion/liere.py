@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 import torch
 
-from ...models.rotation.exponential import skew_entries
-from .base import ConversionError, Source, number_of_axes, require_one_of, sizes, square_root
+from ...rotation.exponential import skew_entries
+from ...upgrades import ConversionError, sizes
+from .base import Source, number_of_axes, require_one_of, square_root
 
 
 OUTPUT = "layers.{}.attention.o_proj.weight"

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
-from .base import ConversionError, Source, number_of_heads, require_one_of, sizes
+from ...upgrades import ConversionError, sizes
+from .base import Source, number_of_heads, require_one_of
 
 
 class NaverSource(Source):

@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ...auto import CONFIGS
-from ...models.patched.patched_configuration import TYPE_PREFIX
+from ...patching.patched_configuration import TYPE_PREFIX
 from ...storage.client import translate_hub_errors
 from ...storage.loading import explain, loading_options, local_path, parse_json, refuse_diffusers, shards
-from .base import ConversionError
+from ...upgrades import ConversionError
 
 
 OWN_MODEL_TYPES = tuple(config_class.model_type for config_class in CONFIGS)

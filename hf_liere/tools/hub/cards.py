@@ -15,9 +15,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ...auto import model_class
+from ...encoding.kinds import ENCODINGS
 from ...errors import require_libraries
-from ...libraries import library_of
-from ...models.encoding.kinds import ENCODINGS
+from ...patching.libraries import library_of
 from ...storage.saved_model import SavedModel
 from ...version import __version__
 from .checked_facts import RESULTS_FILE, facts_of_run, is_describable

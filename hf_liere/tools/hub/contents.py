@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ...models.saved_code import find_code, read_references
 from ...storage.client import HubError
+from ...storage.saved_code import find_code, read_references
 from ...storage.saved_model import CONFIG, WEIGHTS_INDEX, SavedModel, files_by_name, first_line
 from .staging import REPLACED
 

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub.dataclasses import type_validator
 
 from ...errors import InputError
-from ...models.registers import closest
+from ...registers import closest
 
 
 METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}

@@ -16,14 +16,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
-from ...storage.client import (
-    HubError,
-    UnreachableError,
-    remote_digests,
-    require_inside,
-    retry,
-    translate_hub_errors,
-)
+from ...storage.client import HubError, UnreachableError, remote_digests, require_inside, retry, translate_hub_errors
 from ...storage.saved_model import differing_files, files_by_name, require_own_file
 from ...storage.targets import new_directory
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.encoding.commuting_encodings import FoldedPlanes
-from ...models.encoding.folded_liere import FoldedLieRE
-from ...models.encoding.rotary_encoding import RotaryEncoding
-from ...models.patched.vision_towers import Tower, position_table
-from ...models.probing.module_inspection import head_shape
-from ...models.transformer.modeling_liere_tokens import LieRETokensModel
+from ...encoding.commuting_encodings import FoldedPlanes
+from ...encoding.folding import FoldedLieRE
+from ...encoding.rotary_encoding import RotaryEncoding
 from ...patching.apply import is_patched
+from ...patching.vision_towers import Tower, position_table
+from ...probing.module_inspection import head_shape
 from ...storage.loading import require_finite_parameters
+from ...transformer.modeling_liere_tokens import LieRETokensModel
 from .attention import (
     AttentionMaps,
     OutputChange,

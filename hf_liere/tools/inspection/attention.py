@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ...models.encoding.positions import needs_spacing
-from ...models.patched.vision_towers import Tower, find_towers
-from ...models.probing.module_inspection import replaced, takes
-from ...models.transformer.configuration_liere import pair
+from ...encoding.positions import needs_spacing
+from ...patching.vision_towers import Tower, find_towers
+from ...probing.module_inspection import replaced, takes
+from ...transformer.configuration_liere import pair
 from .encodings import rotary_encoding, step_sizes
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...auto import load_checkpoint
 from ...errors import require_libraries
-from ...models.patched.vision_towers import Tower
+from ...patching.vision_towers import Tower
 from ...reading.clips import FrameReader
 from ...reading.files import unread
 from ...storage.targets import new_directory

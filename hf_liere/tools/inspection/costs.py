@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from ...models.fast.dispatch import plain_functions, plain_operations
-from ...models.patched.vision_towers import find_towers, position_table
+from ...fast.dispatch import plain_functions, plain_operations
 from ...patching.apply import is_patched, unpatch
+from ...patching.vision_towers import find_towers, position_table
 from .attention import eager_attention
 from .encodings import rotary_encoding
 

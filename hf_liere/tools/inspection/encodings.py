@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ...encoding.commuting_encodings import ROUNDING, FoldedPlanes
+from ...encoding.fixed_encodings import grid_steps
+from ...encoding.folding import build_encoding, fold_encoding
+from ...encoding.kinds import encoding_of, start_of
+from ...encoding.positions import TokenPositions, needs_spacing
+from ...encoding.rotary_encoding import RotaryEncoding
 from ...geometry.common_planes import find_common_planes, generator_matrices
-from ...models.encoding.commuting_encodings import ROUNDING, FoldedPlanes
-from ...models.encoding.fixed_encodings import grid_steps
-from ...models.encoding.folding import build_encoding, fold_encoding
-from ...models.encoding.kinds import encoding_of, start_of
-from ...models.encoding.positions import TokenPositions, needs_spacing
-from ...models.encoding.rotary_encoding import RotaryEncoding
 from ...plain.encodings import rotations
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...errors import InputError, MissingLibraryError, require_libraries
-from ...models.patched.vision_towers import Tower
+from ...patching.vision_towers import Tower
 from ...reading.clips import FrameReader, clip_indices, is_clip
 from ...reading.files import PICTURE_SUFFIXES, SUFFIXES, VIDEO_SUFFIXES, UnreadableError, has_suffix, visible
 from ...reading.pictures import count_pages, develop, open_picture, pixels

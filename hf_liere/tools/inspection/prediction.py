@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ...auto import load_checkpoint
+from ...encoding.positions import needs_spacing
 from ...errors import printable, require_libraries
-from ...models.encoding.positions import needs_spacing
-from ...models.patched.vision_towers import Tower
+from ...patching.vision_towers import Tower
 from ...reading.clips import FrameReader
 from ...reading.files import unread
 from ...reading.volumes import ORIENTATION, is_scan

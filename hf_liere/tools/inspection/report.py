@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jinja2
 
-from ...models.encoding.kinds import ENCODINGS
-from ...models.encoding.positions import CONVENTIONS
+from ...encoding.kinds import ENCODINGS
+from ...encoding.positions import CONVENTIONS
 from ...version import __version__
 from . import plots
 from .analysis import Analysis, Comparison, InspectedModel

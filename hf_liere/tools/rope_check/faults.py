@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...models.probing.planes import STYLES, Planes, pair_channels
+from ...probing.planes import STYLES, Planes, pair_channels
 from .rotation import STYLE_NAMES, Rotation
 from .spectrum import compute_spectrum
 

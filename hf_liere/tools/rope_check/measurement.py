@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...models.probing.coordinate_probe import TOKENS, frequency_buffers
-from ...models.probing.module_inspection import CACHES, cache_name, forward_arguments
+from ...probing.coordinate_probe import TOKENS, frequency_buffers
+from ...probing.module_inspection import CACHES, cache_name, forward_arguments
 from .diagnosis import Diagnosis, Vectors, diagnose
 from .reading import CALL_ERRORS, FoundRotation
 from .rotation import choose_positions

@@ -13,18 +13,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import InputError, require_libraries
-from ...libraries.diffusion_patch import DiffusionTower
-from ...libraries.families import FAMILIES
-from ...libraries.library_patch import plan_library
-from ...libraries.rotations import LearnedFrequencies
-from ...models.patched.rotary_patch import RotaryPatchConfig
-from ...models.patched.tower_patch import patched_towers
-from ...models.probing.attention_probe import Probe
-from ...models.probing.coordinate_probe import TOKENS, CoordinateProbe, compute_cos_sin
-from ...models.probing.module_inspection import takes
-from ...models.probing.planes import Pairs, Planes
-from ...models.probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
-from ...models.probing.rope_pairs import find_key_sources, find_pairs, rotates
+from ...patching.libraries.diffusion_patch import DiffusionTower
+from ...patching.libraries.families import FAMILIES
+from ...patching.libraries.library_patch import plan_library
+from ...patching.libraries.rotations import LearnedFrequencies
+from ...patching.rotary_patch import RotaryPatchConfig
+from ...patching.tower_patch import patched_towers
+from ...probing.attention_probe import Probe
+from ...probing.coordinate_probe import TOKENS, CoordinateProbe, compute_cos_sin
+from ...probing.module_inspection import takes
+from ...probing.planes import Pairs, Planes
+from ...probing.rope_layout import RopeLayout, RopeTower, find_rope_towers, group_ropes
+from ...probing.rope_pairs import find_key_sources, find_pairs, rotates
 from ...storage.loading import find_diffusers_config, translate_loading_errors
 from ...storage.saved_model import ADAPTER_CONFIG
 from .rotation import Rotation

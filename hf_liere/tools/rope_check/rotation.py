@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...models.probing.planes import Planes
+from ...probing.planes import Planes
 from .spectrum import compute_spectrum
 
 

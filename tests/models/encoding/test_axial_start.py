@@ -8,8 +8,8 @@ from encoding_cases import perturb
 from inspection_pages import describe_start
 
 import hf_liere
-from hf_liere.models.encoding.folding import build_encoding
-from hf_liere.models.encoding.placement import place_patches
+from hf_liere.encoding.folding import build_encoding
+from hf_liere.encoding.placement import place_patches
 from hf_liere.tools.inspection.analysis import analyse
 from hf_liere.tools.inspection.encodings import generator_matrices
 

@@ -23,12 +23,12 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
 import hf_liere
-from hf_liere.models.encoding.fixed_encodings import golden_gate_frequencies
-from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.rotation.exponential import skew
-from hf_liere.models.rotation.model_basis import rotate_pair
+from hf_liere.encoding.fixed_encodings import golden_gate_frequencies
+from hf_liere.encoding.folding import build_rotary_encoding
+from hf_liere.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.rotation.exponential import skew
+from hf_liere.rotation.model_basis import rotate_pair
 
 
 GRIDS = {1: (5,), 2: (2, 3), 3: (2, 1, 3)}
@@ -441,7 +441,7 @@ def test_generators_stay_in_float32(tiny, tmp_path, encoding, dtype, caplog):
     for each in (model, loaded):
         assert {parameter.dtype for _, parameter in each.rotary_parameters()} == {torch.float32}
         assert each.classifier.weight.dtype == dtype and each(torch.randn(1, 3, 16, 16)).logits.dtype == dtype
-    logger = logging.get_logger("hf_liere.models.encoding.rotary_encoding")
+    logger = logging.get_logger("hf_liere.encoding.rotary_encoding")
     logger.warning_once.cache_clear()
     logger.addHandler(caplog.handler)
     loaded.to(dtype)

@@ -76,7 +76,7 @@ def test_constants_are_used_for_the_grids_that_were_asked_for(tiny, monkeypatch)
     def refuse(*args):
         raise AssertionError("rotations were computed")
 
-    monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.layer_block_rotations", refuse)
+    monkeypatch.setattr("hf_liere.encoding.rotary_encoding.layer_block_rotations", refuse)
     folded(torch.randn(1, 3, 16, 16))
     with pytest.raises(AssertionError, match="were computed"):
         folded(torch.randn(1, 3, 16, 20))
@@ -86,9 +86,9 @@ def test_constants_are_used_for_the_grids_that_were_asked_for(tiny, monkeypatch)
 def test_bases_fold_into_the_weights_and_leave_cosines(tiny, monkeypatch, encoding):
     folded = model_of(tiny, encoding, {"block_size": block_size(encoding)}).fold_rotations()
     assert folded.config.folded_grids == []
-    monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.layer_block_rotations", None)
+    monkeypatch.setattr("hf_liere.encoding.rotary_encoding.layer_block_rotations", None)
     for name in ("commuting_encodings.eigenbasis", "string_encodings.cayley_map", "string_encodings.fourier_basis"):
-        monkeypatch.setattr(f"hf_liere.models.encoding.{name}", None)
+        monkeypatch.setattr(f"hf_liere.encoding.{name}", None)
     assert torch.isfinite(folded(torch.randn(1, 3, 8, 24)).logits).all()
 
 

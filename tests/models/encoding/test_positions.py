@@ -6,9 +6,9 @@ from encoding_cases import GRID_CONVENTIONS
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import LieREViTConfig, LieRotaryEmbedding, grid_positions
-from hf_liere.models.encoding.displacements import draw_displacements, draw_perturbation
-from hf_liere.models.encoding.given_positions import check_coordinates, check_shape
-from hf_liere.models.encoding.positions import TokenPositions, prepend_prefix
+from hf_liere.encoding.given_positions import check_coordinates, check_shape
+from hf_liere.encoding.placement import draw_displacements, draw_perturbation
+from hf_liere.encoding.positions import TokenPositions, prepend_prefix
 
 
 CPU = torch.device("cpu")

@@ -13,12 +13,12 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import hf_liere
 from hf_liere import LieREViTConfig, LieREViTForImageClassification, RotaryEncoding, RotaryPatchConfig
+from hf_liere.encoding.commuting_encodings import ComRoPEAxialPartition
+from hf_liere.encoding.kinds import DIVISORS, ENCODINGS, PLANES
+from hf_liere.encoding.positions import CONVENTIONS, Convention, TokenPositions
+from hf_liere.encoding.registration import check_claims, check_convention, import_file
+from hf_liere.encoding.rotary_encoding import LieRE
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.commuting_encodings import ComRoPEAxialPartition
-from hf_liere.models.encoding.kinds import DIVISORS, ENCODINGS, PLANES
-from hf_liere.models.encoding.positions import CONVENTIONS, Convention, TokenPositions
-from hf_liere.models.encoding.registration import check_claims, check_convention, import_file
-from hf_liere.models.encoding.rotary_encoding import LieRE
 from training.common.arguments import RunArguments
 from training.common.command_line import parse_arguments
 

@@ -11,9 +11,9 @@ from encoding_cases import ENCODINGS, perturb
 from encoding_cases import fields as fields_of
 
 import hf_liere
-from hf_liere.models.encoding import rotation_cache
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding import rotary_encoding as rotation_cache
+from hf_liere.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.encoding.positions import TokenPositions
 
 
 @pytest.fixture

@@ -245,7 +245,7 @@ def test_places_on_a_grid_are_not_orientations():
 @pytest.mark.parametrize("angle, warned", [(180.0, True), (6.2, False)])
 def test_degrees_are_noticed(angle, warned, caplog, monkeypatch):
     """In the layer and in models of tokens; a vector up to a full turn is no reason to warn."""
-    logger = logging.getLogger("hf_liere.models.encoding.placement")
+    logger = logging.getLogger("hf_liere.encoding.placement")
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logger, "propagate", True)
     transformers_logging.warning_once.cache_clear()

@@ -26,7 +26,7 @@ from hf_liere import (
     set_absolute_weight,
     unpatch,
 )
-from hf_liere.models.patched.modeling_patched import (
+from hf_liere.patching.modeling_patched import (
     RotaryCLIPVisionConfig,
     RotaryCLIPVisionModelWithProjection,
     RotaryViTConfig,

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
-from hf_liere.models.encoding.kinds import ENCODINGS
+from hf_liere.encoding.kinds import ENCODINGS
 
 
 # Qwen3.5 rotates on three axes, which are equal for text.

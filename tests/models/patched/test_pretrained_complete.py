@@ -11,7 +11,7 @@ from patching_checks import check_auto_classes
 from rope_cases import PLANES, blocks, build, build_patched, outputs
 
 from hf_liere import is_patched, rotary_parameters, save_rotary, unpatch
-from hf_liere.models.patched.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig
+from hf_liere.patching.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig
 
 
 AUTO_CLASSES = {

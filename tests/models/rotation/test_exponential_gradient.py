@@ -4,9 +4,9 @@ import pytest
 import reference
 import torch
 
-from hf_liere.models.fast.exponential_gradient import derivative_coefficients
-from hf_liere.models.fast.scaling_and_squaring import largest_norm
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.fast.exponential_gradient import derivative_coefficients
+from hf_liere.fast.scaling_and_squaring import largest_norm
+from hf_liere.rotation.exponential import block_rotations, skew
 
 
 pytestmark = pytest.mark.usefixtures("every_path")

@@ -7,9 +7,9 @@ import reference
 import torch
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from hf_liere.models.fast.exponential_gradient import batched_rotations_backward
-from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL_NORM, _exponential
-from hf_liere.models.rotation.exponential import skew
+from hf_liere.fast.exponential_gradient import batched_rotations_backward
+from hf_liere.fast.scaling_and_squaring import POLYNOMIAL_NORM, _exponential
+from hf_liere.rotation.exponential import skew
 
 
 @pytest.mark.parametrize("factor", [1, 10])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.fast.dispatch import plain_operations
-from hf_liere.models.fast.scaling_and_squaring import exponential_dtype
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.fast.dispatch import plain_operations
+from hf_liere.fast.scaling_and_squaring import exponential_dtype
+from hf_liere.rotation.exponential import block_rotations, skew
 
 
 @pytest.mark.parametrize("states", [torch.bfloat16, torch.float16])

@@ -5,9 +5,9 @@ import pytest
 import reference
 import torch
 
-from hf_liere.models.fast.closed_forms import layer_plane_rotations
-from hf_liere.models.fast.dispatch import working_dtype
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.fast.closed_forms import layer_plane_rotations
+from hf_liere.fast.dispatch import working_dtype
+from hf_liere.rotation.exponential import block_rotations, skew
 
 
 pytestmark = pytest.mark.usefixtures("every_path")
@@ -131,7 +131,7 @@ def test_pieces_do_not_change_the_result(monkeypatch):
     whole = block_rotations(positions, generators)
     (gradient,) = torch.autograd.grad(whole.square().sum() + whole.sum(), generators)
     for elements in (25, 100, 300, 25 * 9 * 2):
-        monkeypatch.setattr("hf_liere.models.fast.scaling_and_squaring.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("hf_liere.fast.scaling_and_squaring.CHUNK_ELEMENTS", elements)
         pieces = block_rotations(positions, generators)
         assert torch.equal(pieces, whole)
         (piecewise,) = torch.autograd.grad(pieces.square().sum() + pieces.sum(), generators)

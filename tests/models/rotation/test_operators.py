@@ -10,19 +10,18 @@ from slow_cases import slow_except
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import hf_liere
-from hf_liere.models.encoding.kinds import ENCODINGS
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.fast import exponentials, quaternions
-from hf_liere.models.fast.quaternions import CLOSED_FORMS
-from hf_liere.models.fast.dispatch import plain_operations
-from hf_liere.models.fast.exponential_gradient import block_rotations_backward
-from hf_liere.models.fast.exponentials import exponentiate
-from hf_liere.models.fast.quaternions import quaternion_rotations_backward
-from hf_liere.models.fast.rotating import _rotate
-from hf_liere.models.fast.rotation_gradients import rotate_backward
-from hf_liere.models.fast.scaling_and_squaring import Rays, num_saved
-from hf_liere.models.rotation.exponential import skew
-from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation
+from hf_liere.encoding.kinds import ENCODINGS
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.fast import exponentials, quaternions
+from hf_liere.fast.dispatch import plain_operations
+from hf_liere.fast.exponential_gradient import block_rotations_backward
+from hf_liere.fast.exponentials import exponentiate
+from hf_liere.fast.quaternions import CLOSED_FORMS, quaternion_rotations_backward
+from hf_liere.fast.rotating import _rotate
+from hf_liere.fast.rotation_gradients import rotate_backward
+from hf_liere.fast.scaling_and_squaring import Rays, num_saved
+from hf_liere.rotation.exponential import skew
+from hf_liere.rotation.rotation import BlockRotation, PlaneRotation
 
 
 @pytest.fixture(params=["kernels", "plain"])

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from rotating import rotate, rotate_query_key
 
 import hf_liere
-import hf_liere.models.encoding.commuting_encodings
-import hf_liere.models.encoding.rotary_encoding
-import hf_liere.models.encoding.string_encodings
+import hf_liere.encoding.commuting_encodings
+import hf_liere.encoding.rotary_encoding
+import hf_liere.encoding.string_encodings
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
 from hf_liere.geometry.common_planes import find_common_planes
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
-from hf_liere.models.rotation.bases import eigenbasis, to_basis
-from hf_liere.models.rotation.exponential import block_rotations, skew
-from hf_liere.models.rotation.rotation import PlaneRotation
+from hf_liere.rotation.bases import eigenbasis, to_basis
+from hf_liere.rotation.exponential import block_rotations, skew
+from hf_liere.rotation.rotation import PlaneRotation
 
 
 pytestmark = pytest.mark.usefixtures("every_path")
@@ -277,9 +277,9 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
 @pytest.mark.parametrize(
     "encoding, module, computes",
     [
-        ("liere", hf_liere.models.encoding.rotary_encoding, "layer_block_rotations"),
-        ("comrope_ld", hf_liere.models.encoding.commuting_encodings, "eigenbasis"),
-        ("cayley_string", hf_liere.models.encoding.string_encodings, "cayley_map"),
+        ("liere", hf_liere.encoding.rotary_encoding, "layer_block_rotations"),
+        ("comrope_ld", hf_liere.encoding.commuting_encodings, "eigenbasis"),
+        ("cayley_string", hf_liere.encoding.string_encodings, "cayley_map"),
     ],
 )
 def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, module, computes, monkeypatch):
@@ -299,7 +299,7 @@ def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
     (expected.sum()).backward()
     gradient = model.rotary_encoding.generators.grad.clone()
     model.zero_grad()
-    monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.ALL_LAYERS_BYTES", 1000)
+    monkeypatch.setattr("hf_liere.encoding.rotary_encoding.ALL_LAYERS_BYTES", 1000)
     grid = model.config.train_grid
     rotations = model.rotations(model.grid_positions(grid, pixel_values.device))
     assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"

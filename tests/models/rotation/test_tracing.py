@@ -7,9 +7,9 @@ from patching_cases import build, randomize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
-from hf_liere.models.fast import quaternions
-from hf_liere.models.fast.dispatch import plain_operations
-from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.fast import quaternions
+from hf_liere.fast.dispatch import plain_operations
+from hf_liere.rotation.exponential import block_rotations, skew
 from hf_liere.tools.export import export_model
 
 

@@ -5,7 +5,7 @@ import torch
 from encoding_cases import ENCODINGS, block_size
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from hf_liere.models.fast.dispatch import as_on_accelerators, plain_operations
+from hf_liere.fast.dispatch import as_on_accelerators, plain_operations
 
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}

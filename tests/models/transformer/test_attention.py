@@ -4,9 +4,9 @@ import torch
 from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, LEARNED, fields, perturb
 from rotating import rotate
 
-from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.transformer.layers import LieREAttention
+from hf_liere.encoding.folding import build_rotary_encoding
+from hf_liere.encoding.positions import TokenPositions
+from hf_liere.transformer.layers import LieREAttention
 
 
 def layer_inputs(tiny, encoding, batch=None, **overrides):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import TorchAoConfig
 
 import hf_liere
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.tools.inspection.costs import count_cost
 
 

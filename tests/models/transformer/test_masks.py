@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_liere
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding.positions import TokenPositions
 
 
 POOLINGS = ["cls", "mean", "mean_all"]

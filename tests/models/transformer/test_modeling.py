@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.models.encoding.displacements import draw_displacements, draw_perturbation
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding.placement import draw_displacements, draw_perturbation
+from hf_liere.encoding.positions import TokenPositions
 
 
 def classifier(config, implementation="sdpa"):
@@ -410,7 +410,7 @@ def test_devices_without_float64(tiny, encoding, monkeypatch):
     pixel_values = images(2, 3, 8, 12)
     expected = model(pixel_values).logits
     for name, module in list(sys.modules.items()):
-        if name.startswith("hf_liere.models.") and hasattr(module, "working_dtype"):
+        if name.startswith("hf_liere.") and hasattr(module, "working_dtype"):
             monkeypatch.setattr(module, "working_dtype", lambda device: torch.float32)
     with WithoutFloat64():
         # Six squarings in float32, and two layers.

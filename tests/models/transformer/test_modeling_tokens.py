@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 import hf_liere
 from hf_liere.auto import load_checkpoint, model_class
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
-from hf_liere.models.transformer.position_tables import read_table
+from hf_liere.encoding.kinds import ENCODINGS as KINDS
 from hf_liere.tools.cli import main
-from hf_liere.tools.conversion.upgrades import upgrade_encoding
+from hf_liere.transformer.position_tables import read_table
+from hf_liere.upgrades import upgrade_encoding
 
 
 # On every number of axes that a head of 24 channels allows.

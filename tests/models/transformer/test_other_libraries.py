@@ -10,7 +10,7 @@ from renamed_weights import dinov3_weights, timm_weights
 from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification, LieREViTModel, upgrade_encoding
-from hf_liere.tools.conversion.base import ConversionError
+from hf_liere.upgrades import ConversionError
 
 
 # Two layers in float32 on values of the order of one; DINOv3 rounds its angles, of up to 2π, to float32.

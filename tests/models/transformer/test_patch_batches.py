@@ -15,7 +15,7 @@ from hf_liere import (
     LieREViTForMaskedImageModeling,
     batch_of_patches,
 )
-from hf_liere.models.encoding.rotary_encoding import RotaryEncoding
+from hf_liere.encoding.rotary_encoding import RotaryEncoding
 
 
 SIZES = ((32, 32), (16, 48), (40, 24), (32, 32))

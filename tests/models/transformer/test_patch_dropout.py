@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 import hf_liere
-from hf_liere.models.transformer.patch_dropout import draw_kept_tokens
+from hf_liere.transformer.patch_dropout import draw_kept_tokens
 
 
 CASES = [

@@ -7,8 +7,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForImageClassification
 
 import hf_liere
+from hf_liere.encoding.positions import TokenPositions
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.tools.export import export_model
 from hf_liere.tools.inspection.analysis import analyse
 

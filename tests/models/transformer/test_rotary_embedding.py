@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils import logging as transformers_logging
 
 from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions
-from hf_liere.models.encoding.kinds import ENCODINGS as KINDS
+from hf_liere.encoding.kinds import ENCODINGS as KINDS
 
 
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 4
@@ -520,7 +520,7 @@ MIXED = {"position_encoding": "rope_mixed"}
 )
 def test_units_are_looked_at_in_the_first_call(positions, fields, warned, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("hf_liere.models.encoding.given_positions"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("hf_liere.encoding.given_positions"), "propagate", True)
     torch.manual_seed(0)
     rotary, states = (
         LieRotaryEmbedding(2, 16, positions.shape[-1], **fields),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_liere.fast import dispatch
 from hf_liere.kernels import cuda
-from hf_liere.models.fast import dispatch
 from training.evidence.gpu import models
 from training.evidence.gpu.privacy import describe_error
 from training.evidence.gpu.record import title

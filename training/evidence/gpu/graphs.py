@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_liere.models.encoding.kinds import ENCODINGS
+from hf_liere.encoding.kinds import ENCODINGS
 from training.evidence.gpu import models
 from training.evidence.gpu.privacy import describe_error
 from training.evidence.reporting.markdown import markdown

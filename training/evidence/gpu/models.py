@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from hf_liere.models.fast.dispatch import as_on_accelerators
+from hf_liere.fast.dispatch import as_on_accelerators
 from training.evidence.speed.measurements import read_lines
 
 

@@ -15,8 +15,8 @@ import torch
 
 import hf_liere.tools.environment
 from hf_liere.kernels import cuda
-from hf_liere.models.rotation.grouped_rotation import Rotation
 from hf_liere.plain import plain_layer
+from hf_liere.rotation.grouped_rotation import Rotation
 from training.evidence.gpu.comparisons import FIRST, HAS_KERNEL, OTHERS, WITH_KERNEL, measure_cases, switched
 from training.evidence.gpu.graphs import graphs_table
 from training.evidence.gpu.models import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_liere.models.encoding.kinds import ENCODINGS
-from hf_liere.models.encoding.rotary_fields import RotaryFields
+from hf_liere.encoding.kinds import ENCODINGS
+from hf_liere.encoding.rotary_fields import RotaryFields
 from training.common.chance import ABOVE_CHANCE, MOST_FREQUENT, chance_of
 from training.evidence.reporting.markdown import markdown, minus
 from training.evidence.reporting.result_table import SEEDS, Cell, Table, condition

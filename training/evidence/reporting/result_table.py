@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_liere.encoding.kinds import ENCODINGS
 from hf_liere.errors import InputError
-from hf_liere.models.encoding.kinds import ENCODINGS
 from training.evidence.reporting.result_lines import correct_examples, decode_numbers
 from training.evidence.reporting.significance import FEWEST_SEEDS, Interval, Outcomes, bootstrap_mean
 

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from safetensors.numpy import load_file
 
 from hf_liere.errors import InputError
-from hf_liere.models.registers import closest
+from hf_liere.registers import closest
 from training.common.command_line import read_yaml, to_flags
 from training.common.records import (
     CONFIG_FILE,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from hf_liere.models.encoding.projections import project
-from hf_liere.models.rotation.grouped_rotation import Rotation
+from hf_liere.rotation.grouped_rotation import Rotation
+from hf_liere.rotation.projections import project
 from training.evidence.speed.clocks import measure_seconds
 from training.evidence.speed.models import Settings, compile_function
 

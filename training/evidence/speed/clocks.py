@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_liere.models.fast.dispatch import working_dtype
+from hf_liere.fast.dispatch import working_dtype
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

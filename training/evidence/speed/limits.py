@@ -4,12 +4,12 @@ import dataclasses
 
 import torch
 
-from hf_liere.models.encoding.kinds import encoding_of
-from hf_liere.models.encoding.positions import GridPositions, TokenPositions
-from hf_liere.models.encoding.rotary_encoding import RotaryEncoding
-from hf_liere.models.fast.quaternions import CLOSED_FORMS
-from hf_liere.models.fast.scaling_and_squaring import POLYNOMIAL_NORM
-from hf_liere.models.rotation.exponential import skew
+from hf_liere.encoding.kinds import encoding_of
+from hf_liere.encoding.positions import GridPositions, TokenPositions
+from hf_liere.encoding.rotary_encoding import RotaryEncoding
+from hf_liere.fast.quaternions import CLOSED_FORMS
+from hf_liere.fast.scaling_and_squaring import POLYNOMIAL_NORM
+from hf_liere.rotation.exponential import skew
 from training.evidence.speed.additions import Addition
 
 

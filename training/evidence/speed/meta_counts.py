@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import hf_liere
-from hf_liere.models.fast import dispatch
+from hf_liere.fast import dispatch
 
 
 def vit(width: int, layers: int, heads: int, patch_size: int, **fields: Any) -> dict[str, Any]:

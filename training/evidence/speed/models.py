@@ -19,16 +19,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_liere import (
-    LieREVideoConfig,
-    LieREVideoForVideoClassification,
-    LieREViTConfig,
-    LieREViTForImageClassification,
-)
-from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.kinds import ENCODINGS
-from hf_liere.models.transformer.configuration_liere import LieREConfig
+from hf_liere import LieREVideoConfig, LieREVideoForVideoClassification, LieREViTConfig, LieREViTForImageClassification
+from hf_liere.encoding.folding import build_rotary_encoding
+from hf_liere.encoding.kinds import ENCODINGS
 from hf_liere.plain import PLAIN_ENCODINGS
+from hf_liere.transformer.configuration_liere import LieREConfig
 from training.evidence.speed.peers import PEERS
 from training.evidence.speed.pseudo_code import NaiveRotation, PlainRotation
 

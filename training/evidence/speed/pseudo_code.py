@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.encoding.positions import TokenPositions
 from hf_liere.plain import plain_layer
 from hf_liere.plain.encodings import rotate
 

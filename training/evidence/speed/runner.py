@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import hf_liere
-from hf_liere.models.fast.dispatch import ask_backend
+from hf_liere.fast.dispatch import ask_backend
 from hf_liere.tools.environment import cpu_name
 from training.evidence.speed.clocks import measure_seconds, synchronize
 from training.evidence.speed.models import Row, Settings, build_model, compile_function, logits

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_liere import is_patched
 from hf_liere.errors import InputError
-from hf_liere.models.patched.vision_towers import find_towers
+from hf_liere.patching.vision_towers import find_towers
 from training.engine.patching import LoraArguments, apply_lora
 from training.engine.wrapped_models import WrappedModel
 

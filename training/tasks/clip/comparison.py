@@ -22,8 +22,8 @@ from transformers import (
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
 from hf_liere.errors import InputError
-from hf_liere.models.saved_code import replace_file
 from hf_liere.storage.loading import require_all_keys
+from hf_liere.storage.saved_code import replace_file
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.records import (
     CONFIG_FILE,

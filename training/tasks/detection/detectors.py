@@ -7,10 +7,9 @@ from transformers import AutoModelForObjectDetection, DeformableDetrConfig, PreT
 from hf_liere import LieREViTConfig
 from hf_liere.auto import load_checkpoint
 from hf_liere.errors import InputError
-from hf_liere.models.transformer.modeling_liere import LieREViTModel
 from hf_liere.storage.loading import require_loaded_keys
-from hf_liere.tools.conversion.base import ConversionError
-from hf_liere.tools.conversion.upgrades import LEARNED_ENCODINGS, resize_input, upgrade_encoding
+from hf_liere.transformer.modeling_liere import LieREViTModel
+from hf_liere.upgrades import LEARNED_ENCODINGS, ConversionError, resize_input, upgrade_encoding
 from training.common.arguments import ModelArguments, flag
 from training.engine.model_setup import CHANGEABLE_FIELDS, resolve_config, translate_errors
 

@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from hf_liere import RotaryPatchConfig
 from hf_liere.errors import InputError
-from hf_liere.models.probing.rope_layout import frequency_buffers
-from hf_liere.models.registers import closest
+from hf_liere.probing.rope_layout import frequency_buffers
+from hf_liere.registers import closest
 from training.common.arguments import RunArguments, flag
 from training.data.texts import TextDataArguments, byte_tokenizer
 from training.engine.model_setup import checkpoint_config, translate_errors

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig,
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
 from hf_liere.errors import InputError
-from hf_liere.models.patched.tower_patch import patched_towers
-from hf_liere.models.probing.rope_layout import find_rope_towers
+from hf_liere.patching.tower_patch import patched_towers
+from hf_liere.probing.rope_layout import find_rope_towers
 from hf_liere.storage.loading import require_loaded_keys
 from training.data.texts import TokenBlocks, TokenStream
 from training.engine.model_setup import translate_errors

@@ -22,13 +22,13 @@ from transformers import (
 
 from hf_liere.auto import models_of
 from hf_liere.errors import InputError
-from hf_liere.models.transformer.configuration_liere import pair
 from hf_liere.reading.files import visible
 from hf_liere.storage.client import HubError
 from hf_liere.storage.loading import require_loaded_keys
 from hf_liere.storage.saved_model import first_line
 from hf_liere.tools.hub.pulling import pull
 from hf_liere.tools.inspection.attention import AttentionMaps, attention_maps, overlay
+from hf_liere.transformer.configuration_liere import pair
 from training.data.arrows import CELL, LABELS, SMALLEST_GRID
 
 

@@ -1,6 +1,0 @@
-"""
-Transformers of images, video and tokens, with their configurations.
-
-Files here import each other, `rotation`, `encoding` and `saved_code`. Start with `modeling_liere.py`: its `forward`
-leads to `embeddings.py` and `layers.py`. `configuration_liere.py` documents the fields.
-"""
