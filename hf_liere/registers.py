@@ -31,7 +31,7 @@ class Register(dict):
     def add(self, *names: str) -> Callable:
         """Decorator of the class or function with these names."""
 
-        def keep(part):
+        def keep(part: Any) -> Any:
             self.update(dict.fromkeys(names, part))
             return part
 
@@ -72,7 +72,7 @@ class Register(dict):
         if name is not None:
             check_name(self.field, name, (*others, *self))
 
-    def __missing__(self, name: str):
+    def __missing__(self, name: str) -> None:
         check_name(self.field, name, self)
 
 

@@ -88,13 +88,18 @@ def test_towers_load_and_are_saved_again_without_the_package(tmp_path):
 
 
 @pytest.mark.parametrize("number", range(len(PATCHES)))
-def test_gradients_are_those_of_the_package(number):
-    case, model = build("clip_vision", number)
+def test_training_is_that_of_the_package(number):
+    """With patches that move."""
+    moved = {"position_perturbation": 0.5, "position_shift": 0.2, "position_rescale": 1.5}
+    case = CASES["clip_vision"]
+    model = patch(case.build(), RotaryPatchConfig(**PATCHES[number], **moved))
+    randomize(model)
     plain = towers.__getattr__("RotaryCLIPVisionModel")
-    copy = plain(plain.config_class.from_dict(model.config.to_dict())).eval()
+    copy = plain(plain.config_class.from_dict(model.config.to_dict()))
     copy.load_state_dict(model.state_dict())
     inputs = case.inputs(case.other_size)
-    for one in (model, copy):
+    for one in (model.train(), copy.train()):
+        torch.manual_seed(0)
         one(**inputs).last_hidden_state.square().sum().backward()
     found = dict(copy.named_parameters())
     # Biases of keys have none but rounding.

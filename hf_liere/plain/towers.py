@@ -143,7 +143,8 @@ def uses_interface(module: nn.Module) -> bool:
 
 def attach(tower: nn.Module, embeddings: nn.Module, patch_size: tuple, attentions: list, patch: dict) -> None:
     """Give a tower rotations of its queries and keys, computed once in a forward pass, after the embeddings."""
-    size = tuple(torch.tensor(tower.config.image_size).expand(2).tolist())  # (height, width)
+    size = tower.config.image_size
+    size = (size, size) if isinstance(size, int) else tuple(size)
     attentions = attentions if patch["layers"] is None else [attentions[layer] for layer in patch["layers"]]
     config, heads = SimpleNamespace(**patch), tower.config.num_attention_heads
     config.num_axes, config.train_grid = 2, tuple(side // extent for side, extent in zip(size, patch_size))
@@ -174,7 +175,7 @@ def accept_any_size(tower, config, size, patch_size, embeddings, args, kwargs):
 def place_tokens(tower, config, embeddings, args, output) -> None:
     """R(p) of class and register tokens, which come first, and of patches."""
     count, device = output.shape[1] - math.prod(tower.grid), output.device
-    moved = draw_displacements(config, tower.grid)[0] if tower.training else None
+    moved = {tower.grid: draw_displacements(config, tower.grid, device)} if tower.training else {}
     positions = place_patches(config, tower.grid, None, moved, None, device)  # (N, 2)
     centre = 0.5 if config.rotate_prefix and config.coordinates != "centred_grid" else 0.0
     positions = nn.functional.pad(positions, (0, 0, count, 0), value=centre)  # (prefix + N, 2)

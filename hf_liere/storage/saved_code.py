@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plain import MARK
 from ..registers import UserFile
@@ -53,17 +53,17 @@ class SavesItsCode(SavedBase):
         raise NotImplementedError
 
     @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Code is saved here; transformers would copy the files of the package."""
 
-    def to_json_file(self, json_file_path: str | os.PathLike, *args, **kwargs) -> None:
+    def to_json_file(self, json_file_path: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         # The base classes cut an earlier file where a disk is full.
         path = Path(json_file_path)
         with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
             super().to_json_file(Path(folder) / path.name, *args, **kwargs)
             os.replace(Path(folder) / path.name, path)
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> Any:
         """
         As in the base class, with the code of `auto_map`.
 
