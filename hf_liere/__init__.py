@@ -43,6 +43,8 @@ install_guards()
 
 def __getattr__(name: str) -> type:
     """`RotaryLlamaForCausalLM` and the like, which checkpoints of patched models import."""
+    if not name.startswith(modeling_patched.PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(modeling_patched, name)
 
 

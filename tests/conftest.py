@@ -65,7 +65,7 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="module", params=["compiled", "plain", "accelerator"])
+@pytest.fixture(params=["compiled", "plain", "accelerator"])
 def every_path(request):
     """On CPUs, by the compiled kernels, by plain operations, and by those of accelerators."""
     with pytest.MonkeyPatch.context() as patch:

@@ -22,6 +22,12 @@ class BlockSizes:
     """
     The block sizes b that an encoding accepts.
 
+    ```python
+    from hf_liere import PLANES, BlockSizes
+    fours = BlockSizes(lambda size, head_dim, axes: size == 4, ": {encoding} rotates four channels", 4)
+    assert fours.accepted(64, 2) == [4] and PLANES.accepted(64, 2) == [2]
+    ```
+
     Attributes:
         accepts: (b, head_dim, number of axes) → whether the size is accepted.
         rule: Message about other sizes after "block_size=5", with the names encoding, head_dim and axes.

@@ -1,5 +1,5 @@
 """
-Compiled implementations of functions of `models`, which computes the same with plain operations.
+Compiled implementations of functions of `fast`, which computes the same with plain operations.
 
 It imports only `models.fast`; importing this package registers the kernels there. Start with `cuda.py` or `cpu.py`,
 which both implement the functions of `fast/dispatch.py`; `self_check.py` compares kernels before their use.

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 class LieRotary(nn.Module):
     """
-    R(p) q and R(p′) k for the layers of a transformer. Call it after the query and key projections of an attention;
-    train its parameters without weight decay.
+    R(p) q and R(p′) k for the layers of a transformer, after its query and key projections; train it without weight
+    decay. Attention sees R(p)ᵀR(p′), which depends on p′ − p alone where the A_a commute: not in LieRE on several axes.
 
     ```python
     rotary = LieRE(num_heads=8, head_dim=64, num_axes=2)  # or another subclass
@@ -38,7 +38,7 @@ class LieRotary(nn.Module):
     Raises `ValueError` for sizes or a start, and `TypeError` for fields, that the encoding does not have.
     """
 
-    # The convention of `grid_positions` in its paper.
+    # What its paper uses for `grid_positions`; models read `config.coordinates`.
     coordinates = "index"
     starts: tuple[str, ...] = ("uniform", "normal", "zeros")
     rope_theta: float = 10.0
@@ -110,8 +110,8 @@ class LieRotary(nn.Module):
     def entries_of_planes(self, frequencies: torch.Tensor) -> torch.Tensor:
         """(A, 1, heads, blocks, b(b−1)/2) entries of [`skew`] that rotate planes of neighbouring channels."""
         blocks = planar(frequencies.expand(-1, -1, self.heads, -1), self.block_size)
-        row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
-        return blocks[..., column, row]
+        column, row = torch.triu_indices(self.block_size, self.block_size, offset=1)
+        return blocks[..., row, column]
 
     def matrices(self) -> torch.Tensor:
         """The blocks of the generators, (A, layers or 1, heads or 1, blocks, b, b)."""
@@ -177,14 +177,14 @@ def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = F
 def exponential(exponents: torch.Tensor) -> torch.Tensor:
     """
     exp(X) of skew-symmetric (…, b, b) matrices: cos and sin for b = 2, else scaling and squaring: E = exp(2⁻ˢX) − I
-    from its series, then s times E ← 2E + E². A constant s makes graphs that read no value, unlike `torch.matrix_exp`.
-    NaN for norms above `LARGEST_NORM` radians.
+    from its series, then s times E ← 2E + E². A constant s, unlike `torch.matrix_exp`, lets graphs be captured without
+    reading a value. NaN for norms above `LARGEST_NORM` radians.
     """
     size = exponents.shape[-1]
     if size == 2:
         cos, sin = exponents[..., 1, 0].cos(), exponents[..., 1, 0].sin()
         return torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
-    # Every eigenvalue of a skew-symmetric matrix has its negative beside it.
+    # No less than the largest angle: the eigenvalues are pairs ±iφ.
     norm = torch.linalg.matrix_norm(exponents, keepdim=True) / math.sqrt(2)
     x = exponents.where(norm <= LARGEST_NORM, math.nan) / 2**SQUARINGS
     x2 = x @ x
@@ -202,9 +202,9 @@ SQUARINGS, LARGEST_NORM = 16, 10_000.0
 
 def skew(entries: torch.Tensor, size: int) -> torch.Tensor:
     """Skew-symmetric (…, b, b) from (…, b(b−1)/2) entries below the diagonal, column by column."""
-    row, column = torch.triu_indices(size, size, offset=1, device=entries.device)
+    column, row = torch.triu_indices(size, size, offset=1, device=entries.device)  # row > column, below the diagonal
     lower = entries.new_zeros(*entries.shape[:-1], size, size)
-    lower[..., column, row] = entries
+    lower[..., row, column] = entries
     return lower - lower.mT
 
 
@@ -364,8 +364,8 @@ class LieRE(LieRotary):
             raise ValueError(
                 f"spins={list(spins)} need {matrices.shape[-1]} channels, which is block_size, and 3 axes."
             )
-        row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
-        self.generators.copy_(matrices[:, None, None, None, column, row].expand_as(self.generators))
+        column, row = torch.triu_indices(self.block_size, self.block_size, offset=1)
+        self.generators.copy_(matrices[:, None, None, None, row, column].expand_as(self.generators))
 
 
 class RoPEMixed(LieRotary):
@@ -422,7 +422,7 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
 
     def start_at(self, frequencies: torch.Tensor) -> None:
         served = self.entries_of_planes(frequencies).any(-1)  # (A, 1, heads, blocks)
-        self.multipliers.copy_(served | ~served.any(0))
+        self.multipliers.copy_(served | ~served.any(0))  # θ = 1 for axes that a block serves, or all
         super().start_at(frequencies)
 
 

@@ -449,7 +449,7 @@ class LieREViTModel(LieREPreTrainedModel):
         elif config.coordinates is not None:
             spacings = [spacing] * len(grids) if spacing is None or spacing.ndim == 1 or len(grids) == 1 else spacing
             placed = [place_patches(config, *each, moved, frame_times, device) for each in zip(grids, spacings)]
-            positions = self.add_prefix(padded(placed, num_tokens) if len(grids) > 1 else placed[0], num_tokens)
+            positions = self.add_prefix(padded(placed, num_tokens) if present is not None else placed[0], num_tokens)
         states = self.embeddings(pixel_values, grids, positions, bool_masked_pos, moved)
         if self.rotary_encoding is not None and not config.rotate_prefix:
             positions = nn.functional.pad(positions[..., count:, :], (0, 0, count, 0))
@@ -593,7 +593,7 @@ class LieRETokensForTokenClassification(LieRETokensForSequenceClassification):
         logits = self.classifier(outputs.last_hidden_state[:, self.config.num_prefix_tokens :])  # (B, N, num_labels)
         if labels is not None and attention_mask is not None and attention_mask.ndim == 2:
             labels = labels.masked_fill(~attention_mask.bool(), -100)
-        loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)  # logits first
         return TokenClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 

@@ -60,8 +60,8 @@ FAULTS = tuple(
         ("ComRoPEAxialPartition", "device=device) % self.num_axes", "device=device) // self.num_axes % self.num_axes"),
         (
             "cayley_map",
-            "solve(identity + matrices, identity - matrices)",
-            "solve(identity - matrices, identity + matrices)",
+            "solve_ex(identity + matrices, identity - matrices)",
+            "solve_ex(identity - matrices, identity + matrices)",
         ),
         ("inner_bases", "bases[1:].transpose(-1, -2) @ bases[:-1]", "bases[:-1].transpose(-1, -2) @ bases[1:]"),
         ("RotaryEncoding", "self.layers = 1 if config.share_layers", "self.layers = 1 if config.share_heads"),

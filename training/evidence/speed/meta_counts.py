@@ -71,7 +71,7 @@ class CountWork(TorchDispatchMode):
         packet, options = function._overloadpacket, options or {}
         name = packet._qualified_op_name.split("::")[-1]
         with self:
-            if function.namespace == dispatch.NAMESPACE and name in LOOPS:
+            if function.namespace == "hf_liere" and name in LOOPS:
                 return dispatch.plain_functions[packet](*arguments)
             if (results := function.decompose(*arguments, **options)) is not NotImplemented:
                 return results

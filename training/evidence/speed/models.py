@@ -23,6 +23,7 @@ from hf_liere import LieREVideoConfig, LieREVideoForVideoClassification, LieREVi
 from hf_liere.encoding.folding import build_rotary_encoding
 from hf_liere.encoding.kinds import ENCODINGS
 from hf_liere.plain import PLAIN_ENCODINGS
+from hf_liere.plain import model as plain_model
 from hf_liere.transformer.configuration_liere import LieREConfig
 from training.evidence.speed.peers import PEERS
 from training.evidence.speed.pseudo_code import NaiveRotation, PlainRotation
@@ -91,9 +92,9 @@ class Settings:
 class Row:
     """
     A model by name: `liere8`, `comrope_ld16` (the number is the block size), `folded_liere8` (rotations folded for
-    inference), `centred_liere8` (coordinates `centred_grid`), `naive_liere8` (papers' pseudo-code), `timm_rope_mixed`
-    and `transformers_absolute` ([`OTHER_MODELS`]), `rope_mixed_by_timm` (our model with timm's rotations, see
-    [`PEERS`]).
+    inference), `centred_liere8` (coordinates `centred_grid`), `naive_liere8` (papers' pseudo-code), `plain_liere8` (the
+    plain model that checkpoints carry), `timm_rope_mixed` and `transformers_absolute` ([`OTHER_MODELS`]),
+    `rope_mixed_by_timm` (our model with timm's rotations, see [`PEERS`]).
     """
 
     name: str
@@ -110,18 +111,18 @@ class Row:
         blockwise = tuple(encoding for encoding in ENCODINGS if encoding not in one_size)
         encodings = "|".join((*UNROTATED, *ENCODINGS))
         others = [f"{package}_{encoding}" for package, models in OTHER_MODELS.items() for encoding in models]
-        match = re.fullmatch(rf"(?:(folded|centred|naive|{'|'.join(OTHER_MODELS)})_)?({encodings})(\d+)?", name)
+        match = re.fullmatch(rf"(?:(folded|centred|naive|plain|{'|'.join(OTHER_MODELS)})_)?({encodings})(\d+)?", name)
         if match is None:
             raise BenchmarkError(
                 f"{name!r} is not a model; accepted are {', '.join(UNROTATED + one_size)}, {', '.join(blockwise)} with "
                 f"or without a block size (liere64), rotating ones after folded_ or centred_, "
-                f"{', '.join(WITH_PSEUDO_CODE)} after naive_, and "
+                f"{', '.join(WITH_PSEUDO_CODE)} after naive_, those of hf_liere.plain after plain_, and "
                 f"{', '.join(others + list(PEERS))}."
             )
         kind, encoding, size = match[1] or "own", match[2], match[3]
         if size and encoding not in blockwise:
             raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
-        taken = {"naive": WITH_PSEUDO_CODE, **OTHER_MODELS}.get(kind, ENCODINGS)
+        taken = {"naive": WITH_PSEUDO_CODE, "plain": PLAIN_ENCODINGS, **OTHER_MODELS}.get(kind, ENCODINGS)
         if kind != "own" and encoding not in taken:
             raise BenchmarkError(f"{name!r}: accepted are {encoding!r} and, after {kind}_, {', '.join(taken)}.")
         block_size = int(size) if size else None
@@ -199,6 +200,10 @@ def build_own(settings: Settings, row: Row, dtype: torch.dtype, attn_implementat
         register_attention(plain._attn_implementation, functools.partial(naive_attention, inner=attn_implementation))
         model = model_class(plain)
         attach_naive_rotations(model, config)
+    elif row.kind == "plain":
+        values = config.to_dict() | {"attn_implementation": attn_implementation}
+        plain_class = getattr(plain_model, model_class.__name__)
+        model = plain_class(getattr(plain_model, type(config).__name__).from_dict(values))
     else:
         config._attn_implementation = attn_implementation
         model = model_class(config)
