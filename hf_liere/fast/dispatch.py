@@ -84,7 +84,7 @@ def register_backend(device_type: str, backend: ModuleType) -> None:
             `refusal(tensor, dtype, block_size, function)`, the reason why a function does not take such tensors, or
             `None`; and some of the functions `apply_rotation`, `angle_gradients`, `outer_products`,
             `commuting_backward` (several in one pass), `block_rotations`, `block_tangents`, `batched_rotations`,
-            `batched_backward`, `moments_gradient`, `quaternion_rotations` and `quaternion_gradients`.
+            `batched_backward`, `eigenbases`, `moments_gradient`, `quaternion_rotations` and `quaternion_gradients`.
     """
     _BACKENDS[device_type] = backend
 

@@ -2,7 +2,7 @@
 Rotates query and key in one pass over memory, forward and backward, on CUDA (Triton). The kernels are optional: without
 Triton or a GPU, for dtypes other than float32, bfloat16 and float16, and if `self_check` finds a difference, plain
 operations compute the same. HF_LIERE_CUDA_KERNELS=0 in the environment disables the kernels; `all` turns on also those
-of `cuda_exponentials`, which make the rotations of small blocks, where `FASTER_ON` does not name the GPU.
+of `cuda_exponentials`, which make rotations and eigenbases of small blocks, where `FASTER_ON` does not name the GPU.
 
 The batch shares a rotation, so a program loads the rotation of its tokens once and applies it to several samples.
 Planes (cos and sin) are rotated elementwise; blocks of any size b by tensor cores, as a block-diagonal matrix per head.
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .cuda_exponentials import LARGEST_BLOCK, batched_backward, batched_rotations, import_error, tl, triton
+from .cuda_exponentials import LARGEST_BLOCK, batched_backward, batched_rotations, eigenbases, import_error, tl, triton
 from .layout import Tensors, contiguous_channels, empty_like, is_planes, shared_strides
 from .self_check import SelfCheck, padded_width
 
@@ -62,7 +62,7 @@ def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int, function:
         return "they run only on CUDA"
     if dtype not in TYPES:
         return "they compute only float32, bfloat16 and float16"
-    if function in (batched_rotations.__name__, batched_backward.__name__):
+    if function in (batched_rotations.__name__, batched_backward.__name__, eigenbases.__name__):
         if block_size > LARGEST_BLOCK:
             return f"a block has more than {LARGEST_BLOCK} channels"
         is_measured = states.is_cuda and torch.cuda.get_device_name(states.device) in FASTER_ON
@@ -200,7 +200,8 @@ def _sums(
     return sums.sum_to_size(shape)
 
 
-self_check = SelfCheck(NAME, apply_rotation, angle_gradients, outer_products, batched_rotations, batched_backward)
+functions = apply_rotation, angle_gradients, outer_products, batched_rotations, batched_backward, eigenbases
+self_check = SelfCheck(NAME, *functions)
 
 
 # `states`, `gradients` and `out` are query and key, or one of them: STATES tensors of (B, H, N, D). `rotation` and

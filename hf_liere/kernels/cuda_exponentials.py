@@ -6,6 +6,9 @@ computes a few blocks of a few tokens in registers, in float64, on tensor cores 
 Each program finds the number of squarings from the norms of its exponents, so that the host reads nothing. The gradient
 computes the squares again. Its sums over tokens are the same in every run: each program adds those of its tokens in
 their order, and the few parts are added afterwards.
+
+Eigenbases of such blocks, by Jacobi's method for skew-symmetric matrices (Hacon 1993): on two planes a matrix is
+q ↦ a q + q b of quaternions. Unit quaternions turn the imaginary a and b to the axis i, which uncouples the planes.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,6 +32,7 @@ LARGEST_BLOCK = 16
 SMALLEST_TILE = 8 if triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 16
 # Programs of the gradient, each with some of the tokens: enough for a GPU, and few sums.
 PROGRAMS = 2048
+_eigenbases_kernel: Any
 _exponentials_kernel: Any
 _gradients_kernel: Any
 
@@ -71,6 +75,15 @@ def batched_backward(
     with torch.cuda.device_of(positions):
         _gradients_kernel[parts, packs, groups](given, (by_generator, by_position), sizes, **constants)
     return by_position.sum(0), by_generator.sum(0).to(generators.dtype)
+
+
+def eigenbases(matrices: torch.Tensor) -> torch.Tensor:
+    """[`bases.eigenbasis`] of finite (…, b, b) matrices, made in float64, with frequencies of any sign and order."""
+    size, bases = matrices.shape[-1], matrices.new_empty(matrices.shape)
+    width, count = max(SMALLEST_TILE, 1 << (size - 1).bit_length()), bases.numel() // size**2
+    with torch.cuda.device_of(matrices):
+        _eigenbases_kernel[(-(-count // (64 // width)),)](matrices.contiguous(), bases, count, SIZE=size, WIDTH=width)
+    return bases
 
 
 def _arguments(positions: torch.Tensor, generators: torch.Tensor, norm: float) -> tuple[tuple, tuple, tuple, dict]:
@@ -186,3 +199,47 @@ if not TYPE_CHECKING and triton is not None:
                     found = tl.sum(tl.sum(found, 2, keep_dims=True), 1, keep_dims=True)
                     row = (group * tl.num_programs(1) + tl.program_id(1)) * tokens + token
                     tl.store(results[1] + row * axes + axis, found, mask=token < tokens)
+
+    @triton.jit
+    def _coordinate(signed, difference, bits, step):
+        """Mean over two planes of the entries whose row and column differ by these bits, (TOKENS, WIDTH, 1)."""
+        sums = tl.sum(tl.where(difference == bits, signed, 0.0), 1, keep_dims=True)  # (TOKENS, 1, WIDTH)
+        return 0.25 * tl.sum(tl.where((difference < 2) | (difference >> 1 == step), sums, 0.0), 2, keep_dims=True)
+
+    @triton.jit
+    def _turn(skew, odd, difference, step, negligible):
+        """The product with the unit quaternion that turns a or b to ±i, the nearer one, on the side that `odd` says."""
+        signs = tl.where(odd % 2 == 1, -1.0, 1.0).to(tl.float64)
+        i = _coordinate(skew * signs, difference, 1, step)
+        j = _coordinate(skew * signs, difference, 2 * step, step)
+        k = _coordinate(skew * signs, difference, 2 * step + 1, step)
+        norm = tl.sqrt(i * i + j * j + k * k)
+        # Equal frequencies leave a or b without direction: turning it would undo other turns. Less is left each sweep.
+        turned = tl.where(norm > negligible, tl.where(i < 0, -1.0, 1.0), 0.0)
+        j, k, real = j * turned, k * turned, tl.where(norm > negligible, norm + tl.abs(i), 1.0)
+        turn = tl.where(difference == 2 * step, k, tl.where(difference == 2 * step + 1, -j, 0.0)) * signs
+        return tl.where(difference == 0, real, turn) / tl.sqrt(real * real + j * j + k * k)
+
+    @triton.jit
+    def _eigenbases_kernel(matrices, bases, count, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+        matrix = (tl.program_id(0).to(tl.int64) * (64 // WIDTH) + tl.arange(0, 64 // WIDTH))[:, None, None]
+        row, column = tl.arange(0, WIDTH)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
+        inside, places = (row < SIZE) & (column < SIZE), (matrix * SIZE + row) * SIZE + column
+        skew = tl.load(matrices + places, mask=inside & (matrix < count), other=0.0).to(tl.float64)
+        skew = skew / tl.maximum(tl.max(tl.max(tl.abs(skew), 2, keep_dims=True), 1, keep_dims=True), 1e-300)
+        identity = tl.where((row == column) & (matrix >= 0), 1.0, 0.0).to(tl.float64)
+        basis, difference = identity, row ^ column
+        # In a sweep all planes meet. Nine leave couplings below 2e-13 in 36,000 matrices, some with equal frequencies.
+        for sweep in range(9):
+            for step in range(1, WIDTH // 2):
+                # Channels of planes p < p ^ step are the units k, j, i and 1, numbers 3 to 0. If only 1 is beyond the
+                # block, then b = −a, and turns do not change 1.
+                unit = 1 - (column & 1) + 2 * ((column ^ (2 * step)) > column).to(tl.int32)
+                other, negligible = (difference & 1) + 2 * (difference > 1).to(tl.int32), tl.exp2(-3.0 - 5.0 * sweep)
+                # Bit 4 m + n is 1 where the product of units m and n has a minus.
+                turn = _turn(skew, (0xC6A0 >> (4 * other + unit)) + 1, difference, step, negligible)
+                turn = _multiply(turn, _turn(skew, 0xC6A0 >> (4 * unit + other), difference, step, negligible))
+                turn = tl.where(inside, turn, identity)
+                skew = _multiply(_multiply(tl.permute(turn, (0, 2, 1)), skew), turn)
+                basis = _multiply(basis, turn)
+        tl.store(bases + places, basis, mask=inside & (matrix < count))

@@ -139,7 +139,7 @@ class SelfCheck:
 
     def _exponentials(self, case: Case) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """As [`_comparisons`]."""
-        *_, rotate, go_back = self._functions
+        *_, rotate, go_back, find_bases = self._functions
         axes, groups, blocks, tokens, size = 2, 2, 3, 17, case.block_size
         generator = torch.Generator("cpu").manual_seed(0)
         normal = functools.partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
@@ -161,6 +161,11 @@ class SelfCheck:
         by_generators = torch.einsum("pa,gpk->agk", positions.abs(), norms)[..., None, None].expand(generators.shape)
         for found, right, bound in zip(results, expected, (by_positions, by_generators)):
             yield "batched_backward", found, right, 2 * EPS * bound
+        (basis,) = _results(find_bases, tensors[1].double())
+        changed, bound = basis.mT @ a @ basis, torch.finfo(basis.dtype).eps ** 0.75 * torch.ones_like(basis)
+        planes = torch.arange(size, device="cpu") // 2
+        yield "eigenbases", basis.mT @ basis, torch.eye(size, device="cpu").expand_as(basis), bound
+        yield "eigenbases", changed, changed.where(planes == planes.unsqueeze(-1), 0.0), bound
 
 
 def _draw(case: Case, batch: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:

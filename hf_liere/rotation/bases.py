@@ -8,6 +8,7 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 from ..fast.constants import constant
+from ..fast.dispatch import find_backend, in_portable_graph, operator, values_are_unknown
 
 
 def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -51,11 +52,14 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
     size, device = generators.shape[-1], generators.device
     # MPS has neither float64 nor complex eigenvectors; the matrices are few.
     matrices = generators.to("cpu", torch.float64) if device.type == "mps" else generators
+    # eigh refuses values that are not finite; they still propagate to the loss through S.
+    matrices = matrices.nan_to_num(0.0, 0.0, 0.0)
+    is_known = torch.compiler.is_dynamo_compiling() or not values_are_unknown(matrices)
+    if is_known and not in_portable_graph() and _has_kernel(device, size):
+        return _eigenbases(matrices).to(generators)
     # In a kernel of two or more dimensions the eigenvectors of iS are not pairs of conjugates; a perturbation (2e-12
     # for float64) splits it.
     splitting = constant(_splitting(size), matrices)
-    # eigh refuses values that are not finite; they still propagate to the loss through S.
-    matrices = matrices.nan_to_num(0.0, 0.0, 0.0)
     norms = matrices.flatten(-2).norm(dim=-1)[..., None, None]
     strength = torch.finfo(matrices.dtype).eps ** 0.75
     _, vectors = torch.linalg.eigh(1j * matrices.addcmul(norms, splitting, value=strength))
@@ -74,6 +78,19 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
     basis = flat.view_as(basis)
     identity = torch.eye(size, dtype=basis.dtype, device=basis.device)
     return torch.where(norms > 0, basis, identity).to(generators)
+
+
+@torch.compiler.assume_constant_result
+def _has_kernel(device: torch.device, size: int) -> bool:
+    """It computes in float64 and is compared with those of rotations in float32. Graphs are compiled for the answer."""
+    return find_backend("eigenbases", torch.empty(1, device=device), size, torch.float32) is not None
+
+
+@operator("(Tensor matrices) -> Tensor", fake=torch.empty_like)
+def _eigenbases(matrices):
+    """[`eigenbasis`] of finite matrices, by a kernel that CUDA graphs can record."""
+    backend = find_backend("eigenbases", matrices, matrices.shape[-1], torch.float32)
+    return backend.eigenbases(matrices) if backend else eigenbasis(matrices)
 
 
 def change_basis(states: torch.Tensor, basis: torch.Tensor, tokens_first: bool = True) -> torch.Tensor:

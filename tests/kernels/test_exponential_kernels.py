@@ -1,4 +1,7 @@
-"""Triton's kernels of exponentials and of their gradient: on a GPU where there is one, else under the interpreter."""
+"""
+Triton's kernels of exponentials, of their gradient and of eigenbases: on a GPU where there is one, else under the
+interpreter.
+"""
 
 import pytest
 import reference
@@ -9,6 +12,7 @@ from triton_loading import DEVICE
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
 from hf_liere.fast import dispatch
+from hf_liere.rotation.bases import eigenbasis
 from hf_liere.rotation.exponential import layer_block_rotations, skew
 
 
@@ -70,6 +74,32 @@ def test_rotations_and_gradients_are_those_of_float64(kernels, monkeypatch, bloc
         assert (ours - right).abs().max() < 1e-6 * right.abs().max()
 
 
+@pytest.mark.parametrize(
+    "size, tile", slow_except([(5, 8), (8, 16), (16, 8)], [(b, t) for b in (2, 3, 5, 8, 9, 13, 16) for t in (8, 16)])
+)
+def test_eigenbases_are_those_of_float64(kernels, monkeypatch, size, tile):
+    """Also of frequencies that repeat, are zero or differ much, of a tiny matrix and of none at all."""
+    monkeypatch.setitem(kernels.eigenbases.__globals__, "SMALLEST_TILE", tile)
+    planes = size // 2
+    frequencies = torch.rand(2, 4, planes).double()
+    frequencies[0, :2], frequencies[0, 2, 1:] = torch.tensor([[1.0], [0.0]]), 0.0
+    frequencies[1, 0], frequencies[1, 1], frequencies[1, 2] = 10.0 ** -torch.arange(planes), 1e-250, 1e200
+    inside = torch.zeros(2, 4, size, size).double()
+    inside[..., 1::2, ::2].diagonal(dim1=-2, dim2=-1).copy_(frequencies)
+    frame = torch.linalg.qr(torch.randn(2, 4, size, size).double()).Q
+    matrices = frame @ (inside - inside.mT) @ frame.mT
+    scales = frequencies.amax(-1)[..., None, None].clamp(min=1e-300)
+    basis = eigenbasis(matrices.to(DEVICE)).cpu()
+    assert torch.equal(basis[0, 1], torch.eye(size).double())
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(size).double().expand_as(basis), rtol=0, atol=1e-13)
+    found = (basis.mT @ matrices @ basis) / scales
+    turning = found[..., 1::2, ::2].diagonal(dim1=-2, dim2=-1)
+    expected = (frequencies / scales.squeeze(-1)).sort(-1).values
+    torch.testing.assert_close(turning.abs().sort(-1).values, expected, rtol=0, atol=1e-12)
+    found[..., 1::2, ::2].diagonal(dim1=-2, dim2=-1).zero_(), found[..., ::2, 1::2].diagonal(dim1=-2, dim2=-1).zero_()
+    assert found.abs().max() < 1e-12
+
+
 @pytest.mark.slow
 def test_compiled_graphs_call_them(kernels):
     """Without a break, with the results and gradients of eager calls."""
@@ -103,7 +133,7 @@ def test_only_tokens_that_have_no_rotation_are_not_finite(kernels):
 
 def test_they_are_off_where_no_gpu_was_measured(kernels, monkeypatch):
     generators = torch.zeros(2, 1, 2, 8, 8, device=DEVICE)
-    for name in ("batched_rotations", "batched_backward"):
+    for name in ("batched_rotations", "batched_backward", "eigenbases"):
         assert dispatch.ask_backend(name, generators, 8) == (kernels, None)
         assert "more than 16 channels" in dispatch.ask_backend(name, generators, 17)[1]
     monkeypatch.setattr(dispatch, "_accepted", set())
@@ -117,7 +147,7 @@ def test_they_are_off_where_no_gpu_was_measured(kernels, monkeypatch):
 @pytest.mark.parametrize(
     "right, wrong, failure",
     slow_except(
-        ["", "squarings) << 52", "total * position"],
+        ["", "squarings) << 52", "total * position", "range(9)"],
         [
             ("", "", None),
             ("squarings) << 52", "squarings) << 51", "batched_rotations differs"),
@@ -129,6 +159,9 @@ def test_they_are_off_where_no_gpu_was_measured(kernels, monkeypatch):
             ("-(-tiles // parts)", "1", "batched_backward differs"),
             ("tangents = 0.5 * scale", "tangents = scale", "batched_backward differs"),
             ("(part * steps + step)", "step", "batched_backward differs"),
+            ("range(9)", "range(2)", "eigenbases differs"),
+            ("4 * unit + other", "4 * other + unit", "eigenbases differs"),
+            ("real * real + j", "real + j", "eigenbases differs"),
         ],
     ),
 )

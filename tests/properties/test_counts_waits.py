@@ -3,22 +3,26 @@
 import contextlib
 import copy
 from functools import partial
+from types import ModuleType
 
 import diffusion_cases
 import patching_cases
 import pytest
 import rope_cases
 import torch
+import triton_loading
 from encoding_cases import ENCODINGS, block_size
 from host_waits import count_waits
 from slow_cases import slow_except
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_liere
 from hf_liere import LieRotaryEmbedding, RotaryPatchConfig
 from hf_liere.encoding.kinds import ENCODINGS as KINDS
-from hf_liere.fast.dispatch import as_on_accelerators
+from hf_liere.fast import dispatch
+from hf_liere.fast.dispatch import as_on_accelerators, plain_operations
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,14 +190,78 @@ def test_training_steps_are_one_graph(model, encoding, fresh_compiler):
     torch.testing.assert_close(compiled(), Step(model, encoding)(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture
+def kernel(monkeypatch):
+    """Eigenbases by Triton's kernel; where there is no GPU its interpreter runs it, and nothing else."""
+    pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
+    module = triton_loading.load_kernels()
+    monkeypatch.setenv(module.SWITCH, "all")
+    monkeypatch.setattr(dispatch, "_accepted", set())
+    if DEVICE == "cpu":
+        names = module.eigenbases.__globals__
+        launch = names["_eigenbases_kernel"]
+
+        class Launch:
+            def __getitem__(self, grid):
+                def run(*arguments, **constants):
+                    # What the interpreter reads, no GPU does.
+                    with _disable_current_modes(), torch._C.DisableTorchFunction():
+                        launch[grid](*arguments, **constants)
+
+                return run
+
+        monkeypatch.setitem(names, "_eigenbases_kernel", Launch())
+        monkeypatch.setattr(module.self_check, "failure", lambda *case: None)
+        backend = ModuleType("eigenbases_alone")
+        vars(backend).update({name: getattr(module, name) for name in ("NAME", "SWITCH", "refusal", "eigenbases")})
+        monkeypatch.setitem(dispatch._BACKENDS, DEVICE, backend)
+    token = dispatch._backends_are_off.set(False)
+    yield
+    dispatch._backends_are_off.reset(token)
+
+
+KERNEL_CASES = [(model, compiled) for model in ("layer", "blocks of 8", "clip") for compiled in (False, True)]
+
+
+@pytest.mark.parametrize("model, compiled", slow_except([("blocks of 8", False)], KERNEL_CASES))
+def test_the_kernel_of_eigenbases_waits_for_nothing(kernel, model, compiled, fresh_compiler):
+    """ComRoPE's steps then wait as those without rotations, with the results of eigenvalues."""
+    compile = partial(torch.compile, backend="aot_eager", fullgraph=True) if compiled else copy.copy
+    step, plain = Step(model, "comrope_ld", compile=compile), Step(model, "absolute")
+    with count_waits() as expected:
+        plain()
+    with count_waits(compiled) as found:
+        step()
+    assert not found - expected
+
+    eager = copy.copy(step)
+    eager.called = step.module
+
+    def by_eigenvalues():
+        with plain_operations():
+            return eager()
+
+    step.check_same(step, by_eigenvalues)
+
+
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-# Eigenvalues are read, and Transformers reads the masks of language models.
-CAPTURED = [(model, name) for model, name in CASES if model != "llama" and not KINDS[name].proportional]
+# Transformers reads the masks of language models, and eigenvalues of blocks without a kernel are read.
+CAPTURED = [
+    (model, name)
+    for model, name in CASES
+    if model != "llama" and not (KINDS[name].proportional and model == "blocks of 24")
+]
+
+
+def use_kernel(request, encoding):
+    if KINDS[encoding].proportional:
+        request.getfixturevalue("kernel")
 
 
 @NEEDS_GPU
 @pytest.mark.parametrize("model, encoding", CAPTURED)
-def test_training_steps_are_captured(model, encoding):
+def test_training_steps_are_captured(model, encoding, request):
+    use_kernel(request, encoding)
     step, stream, graph = Step(model, encoding), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -213,7 +281,8 @@ def test_training_steps_are_captured(model, encoding):
 @NEEDS_GPU
 @pytest.mark.slow
 @pytest.mark.parametrize("model, encoding", CAPTURED)
-def test_training_steps_compile_to_captured_graphs(model, encoding, fresh_compiler):
+def test_training_steps_compile_to_captured_graphs(model, encoding, fresh_compiler, request):
+    use_kernel(request, encoding)
     counters.clear()
     compile = partial(torch.compile, mode="reduce-overhead", fullgraph=True)
     step = Step(model, encoding, compile=compile, before=4)

@@ -36,13 +36,15 @@ def compile_for_cuda(capability, pointer, head_dim, count):
 
 
 def compile_exponentials(capability, block_size, smallest_tile):
-    """The kernels of exponentials in float64, for two axes, and for one, which is a constant for Triton."""
+    """The kernels of eigenbases and of exponentials in float64, for two axes, and for one, a constant for Triton."""
     # Not before Triton 3.8, where this is 16.
     cuda_exponentials.SMALLEST_TILE = max(smallest_tile, cuda_exponentials.SMALLEST_TILE)
     positions = torch.empty(196, 2, dtype=torch.float64)
     tiles = cuda_exponentials._arguments(positions, torch.empty(2, 12, 48, block_size, block_size), 3.2)[-1]
     given, sizes = ("*fp64", "*fp32"), ("i32", "i32", "i32", "i32", "fp32")
     more = {"given": ("*fp64", "*fp32", "*fp32"), "sizes": ("i32",) * 3}
+    types = {"matrices": "*fp64", "bases": "*fp64", "count": "i32"}
+    compile_kernel(capability, cuda_exponentials._eigenbases_kernel, types, tiles)
     for name in ("_exponentials_kernel", "_gradients_kernel"):
         kernel = getattr(cuda_exponentials, name)
         place = list(inspect.signature(kernel.fn).parameters).index("sizes")

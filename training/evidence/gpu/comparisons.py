@@ -22,10 +22,10 @@ from training.evidence.speed.runner import Runner
 
 
 BASELINE = "transformers_absolute"
-ROWS = "absolute transformers_axial_rope rope_mixed comrope_ld8 liere8 liere8_with_kernel liere64 liere4".split()
-ROWS = [BASELINE, *ROWS, "timm_rope_mixed", "naive_liere8"]
+ROWS = "absolute transformers_axial_rope rope_mixed comrope_ld8 liere8 liere8_with_kernel".split()
+ROWS = [BASELINE, *ROWS, "comrope_ld8_with_kernel", "liere64", "liere4", "timm_rope_mixed", "naive_liere8"]
 UNCOMPILED = ["rope_mixed_without_kernels", "liere8_without_kernels", "naive_liere64"]
-# Whether this version has a kernel for exponentials, and the value of the kernels' variable that turns it on.
+# Whether this version has kernels that make rotations, and the value of the kernels' variable that turns it on.
 HAS_KERNEL, WITH_KERNEL = hasattr(cuda, "batched_rotations"), "all"
 # What a row's name ends with, and the value with which its model runs.
 VARIANTS = {"_with_kernel": WITH_KERNEL, "_without_kernels": "0"}
@@ -61,7 +61,7 @@ SMALL, LARGE_BATCH, TWO_LAYERS = (
 FIRST = [
     (SMALL, ROWS),
     (LARGE_BATCH, [BASELINE, "absolute", "liere64"]),
-    (TWO_LAYERS, ROWS[:7]),
+    (TWO_LAYERS, ROWS[:8]),
     (SMALL._replace(phase="inference"), ROWS),
 ]
 
@@ -154,7 +154,7 @@ def _variant(name: str) -> Iterator[tuple[str, str | None]]:
         row = Row.parse(name) if name in (*ROWS, *UNCOMPILED) else None
         yield plain_name, None if row is None or row.is_installed else f"{row.package} is not installed"
     elif VARIANTS[ending] == WITH_KERNEL and not HAS_KERNEL:
-        yield plain_name, "this version has no kernel for exponentials"
+        yield plain_name, "this version has no kernels that make rotations"
     else:
         with switched(VARIANTS[ending]):
             yield plain_name, None

@@ -9,6 +9,7 @@ import torch
 
 from hf_liere.encoding.kinds import ENCODINGS
 from training.evidence.gpu import models
+from training.evidence.gpu.comparisons import WITH_KERNEL, switched
 from training.evidence.gpu.privacy import describe_error
 from training.evidence.reporting.markdown import markdown
 from training.evidence.speed.models import Row, Settings
@@ -26,13 +27,16 @@ def graphs_table(checks: models.Settings) -> tuple[str, list[str]]:
     done = {line["row"] for line in _lines(checks)}
     for how, check in (("captured", _check_capture), ("reduce-overhead, float32", _check_compilation)):
         for name in NAMES[:4] if checks.quick else NAMES:
-            row = f"{name}, {how}"
+            # Without it the host reads whether eigenvalues converged.
+            needs_kernel = name in ENCODINGS and ENCODINGS[name].proportional
+            row = f"{name}, {'with the kernel, ' * needs_kernel}{how}"
             if row in done:
                 continue
             checks.require_time()
             print(row, flush=True)
             try:
-                found = check(checks, name)
+                with switched(WITH_KERNEL if needs_kernel else None):
+                    found = check(checks, name)
             except Exception as error:
                 found = {"failed": describe_error(error)}
             checks.add(section="graphs", row=row, **found)

@@ -42,7 +42,7 @@ TESTS += ("test_environment.py", "test_common.py")
 QUICK_TESTS = ("kernels/test_kernels.py", "-k", "without_triton")
 # The kernels that models of the speed sections run: types, block sizes, and widths of a head.
 FIRST_KERNELS = list(itertools.product((torch.bfloat16, torch.float32), (2, 8, 64, 4), (64,)))
-# Sizes of blocks whose exponentials have a kernel.
+# Sizes of blocks whose exponentials and eigenbases have a kernel.
 EXPONENTIALS = (8, 4, 16)
 # Multiples of the initial norm.
 NORMS = (1, 10)
@@ -117,7 +117,7 @@ def precision(settings: Settings) -> Iterator[str]:
     rows, wrong = [], []
     cases = [(encoding, factor, None) for encoding in ENCODINGS for factor in NORMS]
     if HAS_KERNEL and settings.device == "cuda":
-        cases += [("liere", factor, WITH_KERNEL) for factor in NORMS]
+        cases += [(encoding, factor, WITH_KERNEL) for encoding in ("liere", "comrope_ld") for factor in NORMS]
     for encoding, factor, switch in cases:
         model = build_model(settings, encoding, num_hidden_layers=2)
         if factor != 1 and not list(model.rotary_parameters()):
