@@ -37,7 +37,6 @@ try:
 except ImportError as error:
     raise ImportError("This model needs the package hf_liere: run `pip install .` in a clone of it.") from error
 """
-GUARD = "try:\n{lines}\nexcept ImportError:\n    raise\n"
 
 
 class SavesItsCode(SavedBase):
