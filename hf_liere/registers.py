@@ -28,11 +28,11 @@ class Register(dict):
         self.field = field
         self._files: dict[str, UserFile | None] = {}
 
-    def add(self, *names: str) -> Callable:
-        """Decorator of the class or function with these names."""
+    def add(self, name: str) -> Callable:
+        """Decorator of the class with this name."""
 
         def keep(part: Any) -> Any:
-            self.update(dict.fromkeys(names, part))
+            self[name] = part
             return part
 
         return keep

@@ -30,10 +30,6 @@ class EncodingInBasis(RotaryEncoding):
 
     in_basis = True
 
-    @classmethod
-    def folded_class(cls, config) -> type[RotaryEncoding]:
-        return FoldedPlanes
-
     def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         """
         U, (layers or 1, heads or 1, blocks, b, b), and (A, layers or 1, heads or 1, blocks, ⌊b/2⌋) frequencies, in the

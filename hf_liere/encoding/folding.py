@@ -14,6 +14,7 @@ from ..fast.dispatch import carry_tangents, values_are_unknown
 from ..fast.scaling_and_squaring import Rays
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
+from .commuting_encodings import FoldedPlanes
 from .kinds import ENCODINGS, encoding_of, needs_exponential
 from .positions import GroupedPositions, TokenPositions, convention_of
 from .rotary_encoding import LieRE, RotaryEncoding
@@ -152,7 +153,7 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
     """The module for `config.position_encoding`, which rotates, initialised by `rotary_init`."""
     kind = ENCODINGS[config.position_encoding]
     if config.folded_grids is not None:
-        kind = FoldedLieRE if needs_exponential(config) else kind.folded_class(config)
+        kind = FoldedLieRE if needs_exponential(config) else FoldedPlanes if kind.in_basis else kind
     elif getattr(config, "round_angles", False):
         if config.position_encoding not in ("rope_mixed", "liere") or config.block_size != 2:
             raise ValueError(
@@ -205,7 +206,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
 def fold_encoding(encoding: RotaryEncoding, config, rotations: dict[tuple, Iterable[Rotation]]) -> RotaryEncoding:
     """
     The rotations of an encoding, and of the tokens of some grids, without exponentials and bases, for its configuration
-    with `folded_grids`; see `RotaryEncoding.folded_class`.
+    with `folded_grids`, see [`build_encoding`].
     """
     constant = needs_exponential(config)
     if not (constant or encoding.in_basis):

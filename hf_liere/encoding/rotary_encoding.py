@@ -270,11 +270,6 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         shape = (-1, *[1] * (self.generators.ndim - 1))
         return {"generators": self.generators * factors.to(self.generators).view(shape)}
 
-    @classmethod
-    def folded_class(cls, config) -> "type[RotaryEncoding]":
-        """The class for a folded model, where that has no constants of grids."""
-        return cls
-
     def plane_basis(self, device: torch.device) -> torch.Tensor | None:
         """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
         return None

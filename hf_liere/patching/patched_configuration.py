@@ -7,8 +7,7 @@ from transformers import PreTrainedConfig
 
 from ..encoding.rotary_fields import require_modules
 from ..plain import model_code, towers_code
-from ..plain.towers import refusal
-from ..storage.saved_code import stub_code
+from ..registers import UserFile
 from ..transformer.attention_functions import SavesPoseAttention
 from .rotary_patch import RotaryPatchConfig
 
@@ -56,20 +55,23 @@ class RotaryConfigMixin(SavesPoseAttention):
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
 
-    def code(self) -> dict[str, str]:
-        """Vision towers in the plain files, if these know the family; other models need the package."""
+    def _patches(self) -> list[dict]:
         patch = self.rotary_patch or {}
         # Parts that are patched differently are saved, but cannot be loaded as one model.
-        patches = patch.get("different_patches_of_parts", {"": patch})
-        found = [file for each in patches.values() for file in RotaryPatchConfig.from_dict(each).user_files()]
-        files = list(dict.fromkeys(found))
-        if files:
-            self.modules_of_parts = [file.module for file in files]
-        model_type = self.plain_class.model_type
-        if files or len(patches) > 1 or any(refusal(each, model_type) for each in patches.values()):
-            return stub_code(self, files)
-        if "attn_implementation" in self.to_dict():
-            return stub_code(self, files)
+        return list(patch.get("different_patches_of_parts", {"": patch}).values())
+
+    def user_files(self) -> list[UserFile]:
+        found = [file for patch in self._patches() for file in RotaryPatchConfig.from_dict(patch).user_files()]
+        return list(dict.fromkeys(found))
+
+    def plain_code(self) -> dict[str, str] | None:
+        """Vision towers in the plain files, if these know the family."""
+        # Registers an attention function, which only models of these files use.
+        from ..plain.towers import refusal
+
+        first, *others = self._patches()
+        if others or self.attends_by_poses or refusal(first, self.plain_class.model_type):
+            return None
         return {"modeling_liere.py": model_code(), "modeling_patched.py": towers_code()}
 
     @classmethod

@@ -28,8 +28,8 @@ from .tower_patch import Pass
 from .vision_towers import position_table, trained_size
 
 
-# The package and a copy of this file that came with a checkpoint can be imported together; each has its own stack.
-ROTARY_ATTENTION = f"rotary:{__name__}"
+# Checkpoints of earlier releases, whose code has another such function, can be loaded beside the package.
+ROTARY_ATTENTION = "rotary:hf_liere"
 
 
 @dataclass(eq=False)

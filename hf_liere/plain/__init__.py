@@ -61,9 +61,7 @@ def model_code() -> str:
 def towers_code() -> str:
     """The file beside patched vision towers; it imports that of models."""
     towers = (FOLDER / "towers.py").read_text("utf-8")
-    return HEAD + towers.replace("from .encodings import", "from .modeling_liere import").replace(
-        "from .model import", "from .modeling_liere import"
-    )
+    return HEAD + towers.replace("from .model import", "from .modeling_liere import")
 
 
 def processor_code() -> str:

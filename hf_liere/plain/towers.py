@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
 
-from .encodings import ENCODINGS, LieRotary, rotate
-from .model import draw_displacements, make_rotary, place_patches
+from .model import ENCODINGS, LieRotary, draw_displacements, make_rotary, place_patches, rotate
 
 
 logger = logging.get_logger(__name__)

@@ -47,9 +47,21 @@ class SavesItsCode(SavedBase):
     code_file = "modeling_liere"
     settings_file = "config.json"
 
+    def user_files(self) -> list[UserFile]:
+        """The files in which users registered what this object names."""
+        return []
+
+    def plain_code(self) -> dict[str, str] | None:
+        """Text by name of the files that load without the package; `None` if what is saved needs it."""
+        raise NotImplementedError
+
     def code(self) -> dict[str, str]:
         """Text by name of every file of code. Raises `ValueError` if a file of a user does not load alone."""
-        raise NotImplementedError
+        if files := self.user_files():
+            # Read where the file has a name that is not registered.
+            self.modules_of_parts = [file.module for file in files]
+        plain = None if files else self.plain_code()
+        return stub_code(self, files) if plain is None else plain
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:

@@ -55,9 +55,13 @@ def _takes_poses(function: Callable) -> bool:
 class SavesPoseAttention(SavesItsCode):
     """Mixin of configurations: an attention implementation by poses is saved, as weights mean nothing under another."""
 
+    @property
+    def attends_by_poses(self) -> bool:
+        function = ALL_ATTENTION_FUNCTIONS.get(self._attn_implementation)
+        return function is not None and _takes_poses(function)
+
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()
-        function = ALL_ATTENTION_FUNCTIONS.get(self._attn_implementation)
-        if function is not None and _takes_poses(function):
+        if self.attends_by_poses:
             values["attn_implementation"] = self._attn_implementation
         return values

@@ -20,7 +20,6 @@ from ..encoding.rotary_fields import (
     rotated_prefix,
 )
 from ..plain import model_code
-from ..storage.saved_code import stub_code
 from .attention_functions import SavesPoseAttention
 from .foreign_names import warn_of_names
 from .validation import FORMAT_VERSION, check_architecture, check_pixels
@@ -145,15 +144,9 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         # As in transformers, unknown names are stored.
         warn_of_names(self, kwargs)
 
-    def code(self) -> dict[str, str]:
-        """The plain model; folded models, poses and what users registered need the package."""
-        files = self.user_files()
-        if files:
-            # Read where the file has a name that is not registered.
-            self.modules_of_parts = [file.module for file in files]
-        if self.folded_grids is None and not files and "attn_implementation" not in self.to_dict():
-            return {"modeling_liere.py": model_code()}
-        return stub_code(self, files)
+    def plain_code(self) -> dict[str, str] | None:
+        """The plain model, which does not fold and has no poses."""
+        return None if self.folded_grids is not None or self.attends_by_poses else {"modeling_liere.py": model_code()}
 
     def to_dict(self) -> dict[str, Any]:
         """Without fields of other encodings and starts."""

@@ -11,5 +11,5 @@ class LieREVideoProcessor(SavesItsCode, PlainVideoProcessor):
     code_file = "video_processing_liere"
     settings_file = "video_preprocessor_config.json"
 
-    def code(self) -> dict[str, str]:
+    def plain_code(self) -> dict[str, str]:
         return {"video_processing_liere.py": processor_code()}
