@@ -113,6 +113,8 @@ def _run(command, cwd, environment, files) -> None:
     os.environ.update({name: value for name, value in environment.items() if value is not None})
     if cwd is not None:
         os.chdir(cwd)
+    # Transformers put the remote code of other tests there, under the same name.
+    sys.path[:] = [place for place in sys.path if not Path(place, "transformers_modules").exists()]
     sys.path[:0] = PYTHONPATH.split(os.pathsep)
     kind = command[0] if command[0] in ("-c", "-m") else None
     what, *sys.argv[1:] = command[bool(kind) :]
