@@ -12,6 +12,7 @@ import torch
 import transformers
 from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
+from torch.utils import flop_counter
 
 import hf_liere
 from hf_liere.encoding.positions import TokenPositions
@@ -400,7 +401,9 @@ def test_weights_that_are_not_finite_are_named(classifier):
 
 def test_cost_by_counting(classifier):
     """LieRE8: 2 layers, 17 tokens, 2 heads of 24; two axes of 28 entries in 3 blocks; 8 products per channel."""
+    formulas = dict(flop_counter.flop_registry)
     cost = count_cost(classifier(), torch.zeros(1, 3, 16, 16))
+    assert formulas == flop_counter.flop_registry, "other counters of the process count otherwise now"
     assert cost.encoding_parameters == 2 * 2 * 2 * 3 * 28
     assert cost.rotating_operations == 2 * 2 * 17 * 48 * 8
     plain = count_cost(classifier(position_encoding="none"), torch.zeros(1, 3, 16, 16))

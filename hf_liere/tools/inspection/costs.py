@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode
 
 from ...fast.dispatch import plain_functions, plain_operations
 from ...patching.apply import is_patched, unpatch
@@ -55,15 +55,15 @@ def count_operations(run: Callable[[], object]) -> int:
     Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes, and the operations
     of layer norms. Operators of this package count as the equivalent plain operations.
     """
-    for operator, function in plain_functions.items():
-        if operator not in flop_registry:
-            register_flop_formula(operator, get_raw=True)(functools.partial(_plain_flops, function))
     norms = {torch.ops.aten.native_layer_norm: lambda shape, *_, **__: 2 * NORM_OPERATIONS * math.prod(shape)}
     # The counted fused kernels depend on the torch release; all releases count matrix products.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=norms) as counter:
         # Remove the counter's hooks, which attribute products to modules: LieREAttention changes the basis of weights
         # only in modules without hooks, and the hooks fail for views of parameters created without gradients.
         counter.mod_tracker.__exit__()
+        # Torch's own registry would give these formulas to all counters of the process.
+        for operator, function in plain_functions.items():
+            counter.flop_registry[operator] = functools.partial(_plain_flops, function)
         run()
     return counter.get_total_flops() // 2
 
