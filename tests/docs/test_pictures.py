@@ -140,8 +140,7 @@ def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md"]
-    + [
+    [
         f"docs/{name}.md"
         for name in ("choosing", "diffusion", "orientations_and_poses", "rotary_family", "results", "speed")
     ],
