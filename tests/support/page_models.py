@@ -72,6 +72,6 @@ MODELS = {
     "facebook/dinov3-vitb16-pretrain-lvd1689m": dino,
     "meta-llama/Llama-3.2-1B": llama,
     "outputs/dinov2": dinov2,
-    "outputs/smollm2": llama,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": llama,
     "Qwen/Qwen2.5-VL-3B-Instruct": qwen,
 }
