@@ -18,7 +18,8 @@ def cells(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page, lines, words", [("README.md", 90, 8), ("docs/choosing.md", 45, 14), ("docs/results.md", 300, None)]
+    "page, lines, words",
+    [("README.md", 90, 8), ("docs/choosing.md", 45, 14), ("docs/results.md", 300, None), ("docs/speed.md", 250, None)],
 )
 def test_pages_stay_short(page, lines, words):
     text = (ROOT / page).read_text(encoding="utf-8")

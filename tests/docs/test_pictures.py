@@ -128,7 +128,7 @@ def test_poses_are_those_of_the_report():
 
 
 def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
-    text = (ROOT / "docs" / "speed.md").read_text()
+    text = pictures.SPEED.read_text()
     for cells in pictures.costs().values():
         assert len(cells) == 3
         for shares in cells.values():

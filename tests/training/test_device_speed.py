@@ -1,4 +1,4 @@
-"""The tables of docs/speed.md about GPUs, from the lines that are stored."""
+"""The tables of docs/reference/speed_tables.md about GPUs, from the lines that are stored."""
 
 import json
 import statistics
@@ -9,7 +9,7 @@ from training.evidence.device_speed import NOT_MEASURED, rows, steps, stored_res
 
 
 def test_the_page_has_the_tables():
-    page = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/speed_tables.md").read_text(encoding="utf-8")
     assert table() in page and steps() in page
 
 

@@ -1,5 +1,5 @@
 """
-The tables of docs/speed.md about GPUs: steps beside transformers' ViT, of the records of `make gpu` that are stored as
+The tables of docs/reference/speed_tables.md about GPUs: steps beside transformers' ViT, of the records of `make gpu` in
 speed/records/gpu_*.jsonl, and images per second of the stored runs on accelerators, by device, encoding and size.
 
     python training/evidence/device_speed.py

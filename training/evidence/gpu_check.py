@@ -13,7 +13,7 @@ Every model that was measured is a line of the record beside the report, `gpu_ch
 check, `--resume` goes on with the next model, and with the sections that have not passed. The report is written after
 every section. Its first table names the page to which the text of each section belongs. Report and record contain no
 tokens, user name or host name, and the report shows the home directory as ~. `device_speed.py` makes the table of
-docs/speed.md from records in training/evidence/speed/records/gpu_*.jsonl.
+speed_tables.md from records in training/evidence/speed/records/gpu_*.jsonl.
 """
 
 import argparse

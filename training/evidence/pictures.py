@@ -9,7 +9,7 @@ It writes to training/evidence/figures, or `--output_dir`:
 - orientations_*.svg: attention logits of four encodings of orientations while the world turns, computed by it too
 - poses_*.svg: accuracy of five models in orientations that they were not trained in, from training/evidence/results
 - resolutions_*.svg: accuracy against image size, from results/archive
-- costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
+- costs_*.svg: time that encodings add to a step against the number of tokens, from the table of speed_tables.md
 - diffusion_*.svg: losses of a small diffusion transformer at a larger size than in training, from results
 """
 
@@ -42,7 +42,7 @@ TRAINING = Path(__file__).resolve().parents[1]
 FIGURES = TRAINING / "evidence" / "figures"
 RESULTS = TRAINING / "evidence" / "results"
 SWEEPS = TRAINING / "evidence" / "sweeps"
-SPEED = TRAINING.parent / "docs" / "speed.md"
+SPEED = TRAINING.parent / "docs" / "reference" / "speed_tables.md"
 # Rows of the benchmark with their names in pictures; a share in percent with its interval, or only an interval.
 COSTS = {"rope_mixed": "RoPE-Mixed", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8"}
 SHARE = re.compile(r"(?:([\d.]+)% \()?([\d.]+) – ([\d.]+)%")

@@ -1,6 +1,6 @@
 """
 The record of gpu_check.py, beside its report: json lines, the first about the machine and the code, and one for every
-model that was measured, written as it is measured. The tables of the report and of docs/speed.md are made from it.
+model that was measured, written as it is measured. The tables of the report and of speed_tables.md are made from it.
 """
 
 import hashlib
