@@ -17,8 +17,8 @@ from pages import PAGES, name
 TRAINING = ROOT / "training"
 REPORT, SPEED = TRAINING / "evidence" / "results" / "report.md", ROOT / "docs" / "reference" / "speed_tables.md"
 ARCHIVE = REPORT.parent / "archive" / "report.md"
-# Reports are made from the results, as a test says; speed_tables.md has what the benchmark printed, with its commands, and
-# speed.md quotes it; cards of checkpoints are made from the records beside them.
+# Reports are made from the results, as a test says; speed_tables.md has what the benchmark printed, with its commands,
+# and speed.md quotes it; cards of checkpoints are made from the records beside them.
 CHECKPOINTS = sorted((TRAINING / "checkpoints").glob("*/README.md"))
 RECORDS = (
     REPORT,

@@ -1,4 +1,4 @@
-"""Which products of exponentials may be float32 where float64 is slow: the figures of docs/reference/speed_tables.md."""
+"""Which products of exponentials may be float32 where float64 is slow: the figures of speed_tables.md."""
 
 import math
 

@@ -352,6 +352,7 @@ SECTIONS: dict[str, Callable[[Settings], Iterator[str]]] = {
 TIMED = ("speed", "patched", "graphs", "speed_others")
 # The page or the form to which the text of a section belongs.
 DESTINATIONS = dict.fromkeys(SECTIONS, "a bug report, if it did not pass")
-DESTINATIONS |= dict.fromkeys(("environment", "self_check", "precision", *TIMED), "docs/reference/speed_tables.md, section GPUs")
+TIMES = "docs/reference/speed_tables.md, section GPUs"
+DESTINATIONS |= dict.fromkeys(("environment", "self_check", "precision", *TIMED), TIMES)
 DESTINATIONS |= dict.fromkeys(("attention", "compilation"), "docs/deploy.md, section torch.compile")
 DESTINATIONS["distributed"] = "docs/training.md, section Several GPUs and machines"
