@@ -1,4 +1,4 @@
-"""Drawn models of the package equal those of `hf_liere.plain`, whose code is the definition; and faults are noticed."""
+"""Drawn models of the package equal those of `hf_liere.plain`, whose code is the definition."""
 
 import itertools
 
@@ -6,14 +6,11 @@ import plain_models
 import pytest
 import torch
 from encoding_cases import GRID_CONVENTIONS, OWN_PLAIN
-from faults import FAULTS, Comparison, copy_package, find_file
 
 from hf_liere.plain import PLAIN_ENCODINGS
 
 
 FAST, ALL = 70, 600
-# Draws that notice every fault.
-NOTICING = 150
 
 
 @pytest.mark.parametrize("number", range(FAST))
@@ -54,16 +51,3 @@ def test_a_difference_is_told():
     with torch.no_grad():
         next(ours.parameters()).add_(1e-3)
     assert any(not difference <= bound for _, difference, bound in plain_models.compare_starts(ours, plain))
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.anchor)
-def test_faults_have_a_place(fault):
-    """Move a fault with its code, or find another one for code that is gone."""
-    compile(find_file(fault).read_text("utf-8").replace(fault.text, fault.faulty), fault.anchor, "exec")
-
-
-@pytest.mark.slow
-def test_every_fault_is_noticed(tmp_path):
-    comparison = Comparison(copy_package(tmp_path), NOTICING)
-    assert not comparison.notices(None), "the copy without a fault differs"
-    assert not [fault for fault in FAULTS if not comparison.notices(fault)]

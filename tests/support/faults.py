@@ -1,19 +1,23 @@
 """
-Faults that the comparison with the plain models must notice, each a text in the file that defines a name, and another
-text. Files are found by the name, so that they may move.
+Faults that the comparison with the plain models or a fast test must notice, each a text in the file that defines a
+name, and another text. Files are found by the name, so that they may move.
 """
 
 import ast
+import contextlib
 import multiprocessing
+import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from checkout import ROOT
 
 
-PACKAGE = ROOT / "hf_liere"
+PACKAGES = "hf_liere", "training"
 LIBRARIES = (
     *("torch", "torch._dynamo", "transformers.modeling_utils", "transformers.backbone_utils"),
     *("transformers.masking_utils", "transformers.modeling_layers", "transformers.utils.output_capturing"),
@@ -23,14 +27,16 @@ LIBRARIES = (
 class Fault(NamedTuple):
     """
     Attributes:
-        anchor: A class, function or constant at the top of a file of the package.
+        anchor: A class, function or constant at the top of a file of one of the `PACKAGES`.
         text: What occurs once in that file.
         faulty: What the fault writes instead.
+        test: What notices it, a file in `tests`, or `file::test`; empty for the comparison with the plain models.
     """
 
     anchor: str
     text: str
     faulty: str
+    test: str = ""
 
 
 FAULTS = tuple(
@@ -116,13 +122,125 @@ FAULTS = tuple(
             "pooled = self.layernorm(pool(self.config, hidden_states, visible))",
             "pooled = pool(self.config, self.layernorm(hidden_states), visible)",
         ),
+        # Patches.
+        (
+            "record_grid",
+            "tuple(output.shape[2:])",
+            "tuple(output.shape[:1:-1])",
+            "patching/test_position_tables.py::test_table_at_train_size_is_read_at_the_index_of_each_patch[clip_vision]",
+        ),
+        (
+            "prefix_coordinate",
+            "if rotary_patch.config.rotate_prefix else 0.0",
+            "",
+            "patching/test_patching.py::test_rotated_prefix_sits_at_the_centre[clip_vision]",
+        ),
+        (
+            "rotary_attention_forward",
+            "_match_strides(rotated[1], key)",
+            "key",
+            "patching/test_patching.py::test_attention_weights_are_those_of_explicit_rotations[clip_vision]",
+        ),
+        (
+            "TowerPatch",
+            "self.outputs.remove()",
+            "self.outputs.current.clear()",
+            "patching/test_pretrained_blocks.py::test_blocks_start_at_the_pretrained_rotation_and_learn[llama-liere]",
+        ),
+        (
+            "RopePlanes",
+            "angles.sin()], dim=-1) * factor)",
+            "angles.sin()], dim=-1))",
+            "patching/test_pretrained_rope.py::test_planes_start_as_the_same_bits_and_unpatch_is_exact[llama_yarn-sdpa]",
+        ),
+        (
+            "turn_further",
+            'if style == "adjacent"',
+            'if style != "adjacent"',
+            "patching/test_diffusion.py::test_learned_frequencies_are_those_of_another_base[FluxTransformer2DModel]",
+        ),
+        (
+            "fold_rotations",
+            "if done is not None or not isinstance",
+            "if not isinstance",
+            "patching/test_folding.py::test_what_cannot_be_folded",
+        ),
+        (
+            "_place",
+            "rows * grid[0], columns * grid[1]",
+            "columns * grid[1], rows * grid[0]",
+            "patching/test_folding.py::test_liere_of_dinov3_has_constants_of_its_grids",
+        ),
+        # Adapters.
+        (
+            "merge_and_fold",
+            "model.merge_and_unload()",
+            "model.unload()",
+            "patching/test_folding.py::test_lora_and_rotations_in_one_model[llama-rope_mixed]",
+        ),
+        (
+            "stored_parameters",
+            "copies[name] if name in copies else encoding.original_module",
+            "encoding.original_module",
+            "patching/test_peft_adapters.py::test_two_adapters_have_rotations_of_their_own_only_as_copies",
+        ),
+        (
+            "require_saved_together",
+            "content.get(BESIDE, {})",
+            "{}",
+            "patching/test_peft_adapters.py::test_an_adapter_of_another_folder_is_refused",
+        ),
+        (
+            "write_rotations",
+            "value.cpu().contiguous()",
+            "value.cpu().bfloat16()",
+            "patching/test_adapters.py::test_adapter_gives_the_same_bits_on_a_fresh_base[clip_vision]",
+        ),
+        (
+            "TowerPatch",
+            "return projections(attention) or",
+            "return projections(attention)[:1] or",
+            "patching/test_adapters.py::test_adapter_knows_its_base_in_another_precision_and_not_one_that_was_trained",
+        ),
+        # Files.
+        (
+            "shards",
+            "if Path(name).name != name",
+            "if not name",
+            "storage/test_saved_model.py::test_shards_of_other_folders_are_not_loaded",
+        ),
+        (
+            "replace_file",
+            "partial.write_bytes(content)\n        os.replace(partial, path)",
+            "path.write_bytes(content)",
+            "storage/test_full_disk.py",
+        ),
+        (
+            "read_volume",
+            ".dataobj).T",
+            ".dataobj)",
+            "reading/test_clips.py::test_oblique_scans_take_their_closest_axes",
+        ),
+        (
+            "_series",
+            "across * between_columns, down * between_rows",
+            "across * between_rows, down * between_columns",
+            "reading/test_clips.py::test_a_series_of_slices_is_a_volume",
+        ),
+        (
+            "develop",
+            "ImageOps.exif_transpose(image) if turn else image",
+            "image",
+            "reading/test_pictures.py::test_cameras_say_how_they_were_held[6]",
+        ),
     )
 )
 
 
-def find_file(fault: Fault, package: Path = PACKAGE) -> Path:
+def find_file(fault: Fault, root: Path = ROOT) -> Path:
     """The file that defines the anchor. Raises `LookupError` unless it is one, and contains the text once."""
-    files = [path for path in package.rglob("*.py") if path.parent.name != "plain" and defines(path, fault.anchor)]
+    paths = (path for package in PACKAGES for path in (root / package).rglob("*.py") if path.parent.name != "plain")
+    files = [path for path in paths if defines(path, fault.anchor)]
     found = [path for path in files if path.read_text("utf-8").count(fault.text) == 1]
     if len(found) != 1:
         raise LookupError(f"{fault} is in {len(found)} files; {fault.anchor} is defined in {files}.")
@@ -138,9 +256,36 @@ def defines(path: Path, name: str) -> bool:
     return any(isinstance(part, kinds) and part.name == name for part in ast.parse(code).body)
 
 
-def copy_package(folder: Path) -> Path:
-    """The package with its compiled kernels, and the times of its files, by which bytecode is found."""
-    return shutil.copytree(PACKAGE, folder / "hf_liere")
+def copy_checkout(folder: Path) -> Path:
+    """What tests need, with compiled kernels, and the times of files, by which bytecode is found."""
+    for name in (*PACKAGES, "docs", "model_cards", "tests"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy2(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+@contextlib.contextmanager
+def injected(fault: Fault | None, root: Path) -> Iterator[None]:
+    """The fault is in a copy of the checkout."""
+    if fault is None:
+        yield
+        return
+    path = find_file(fault, root)
+    code = path.read_text("utf-8")
+    path.write_text(code.replace(fault.text, fault.faulty), "utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(code, "utf-8")
+
+
+def run_tests(root: Path, *tests: str) -> tuple[int, str]:
+    """How the fast tests of a copy of the checkout end, and what they print."""
+    options = "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"
+    command = sys.executable, "-m", "pytest", *options, *(str(root / "tests" / test) for test in tests)
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ""}
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    return run.returncode, run.stdout
 
 
 class Comparison:
@@ -149,26 +294,16 @@ class Comparison:
     the libraries that it needs, which takes most of the time of an import.
     """
 
-    def __init__(self, package: Path, numbers: int):
+    def __init__(self, root: Path, numbers: int):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(LIBRARIES))
-        self.package, self.numbers = package, numbers
+        self.root, self.numbers = root, numbers
         self.pool = context.Pool(1, maxtasksperchild=1)
 
     def notices(self, fault: Fault | None) -> str:
         """What differs first while a fault is in the package; empty if nothing does."""
-        if fault is None:
-            return self._run()
-        path = find_file(fault, self.package)
-        code = path.read_text("utf-8")
-        path.write_text(code.replace(fault.text, fault.faulty), "utf-8")
-        try:
-            return self._run()
-        finally:
-            path.write_text(code, "utf-8")
-
-    def _run(self) -> str:
-        return self.pool.apply_async(first_difference, (str(self.package.parent), self.numbers)).get(timeout=300)
+        with injected(fault, self.root):
+            return self.pool.apply_async(first_difference, (str(self.root), self.numbers)).get(timeout=300)
 
 
 def first_difference(folder: str, numbers: int) -> str:
