@@ -49,8 +49,6 @@ CONFIGS = {
     "planes": RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"),
     "blocks": RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained"),
 }
-# In 100 of the model types that rotate.
-GOALS = {"planes": 95, "blocks": 85}
 # In this order; the first class that can be built is taken.
 MAPPINGS = [
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -344,9 +342,9 @@ INTRODUCTION = """# Which models
 
 <!-- Made by tests/support/rope_census.py; a test compares it with tests/goldens/rope_census.json. -->
 
-This page lists the model types of Transformers {version} that `patch` accepts with `rotary_init="pretrained"`
-([Models with RoPE](../pretrained.md#models-with-rope)), and why it refuses others. Each type was tried
-in its default configuration. Another configuration of a type may rotate in another way.
+`patch` accepts these model types of Transformers {version} with `rotary_init="pretrained"`
+([Models with RoPE](../pretrained.md#models-with-rope)). We tried each type in its default configuration; another
+configuration may rotate in another way.
 
 | model types | number |
 |---|---:|
@@ -355,23 +353,16 @@ in its default configuration. Another configuration of a type may rotate in anot
 | that rotate queries and keys | {rotating} |
 | that accept learned frequencies (`rope_mixed`) | {planes} |
 | that accept learned blocks (`liere`, `block_size=4`) | {blocks} |
-| of which a small model was run | {run} |
+| of which we ran a small model | {run} |
 
-The goals are {planes_goal} (95 in 100) for frequencies and {blocks_goal} (85 in 100) for blocks.
+## Find your model
 
-*run* means that a small random model of the type, with every kind of its layers, was patched and run:
-
-- It starts with the bits of the unpatched model (frequencies) or within rounding (blocks).
-- Every layer that has parameters gets a gradient.
-- After a step of training, models of text generate with a cache the logits of a pass over all tokens.
-
-In a model with several towers, only the towers that its text reaches were run. Its vision tower usually has a model
-type as well.
-
-*plan* means that `patch` accepts the model after calling its modules, but no small model was run whose inputs reach
-the learned parameters.
-
-`python tests/support/rope_census.py` makes this page again.
+- **run**: we patched and ran a small random model of the type. It starts with the same bits (frequencies) or within
+  rounding (blocks), every layer with parameters gets a gradient, and after a step of training, text generated with a
+  cache has the logits of a pass over all tokens. The text of a model with several towers may reach only some of them;
+  the vision tower usually has a type of its own.
+- **plan**: `patch` accepts the model, but we ran no small model whose inputs reach the learned parameters.
+- **axes** are those of the positions, tower by tower.
 """
 
 
@@ -380,31 +371,11 @@ def make_page(record: dict) -> str:
     built = [row for row in rows if "class" in row]
     rotating = [row for row in built if row["rotates"] and not is_added(row) and row["type"] not in NO_ROTATION]
     counts = {name: sum(row.get(name) == "yes" for row in rotating) for name in CONFIGS}
-    goals = {f"{name}_goal": -(-share * len(rotating) // 100) for name, share in GOALS.items()}
-    sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts, **goals}
+    sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts}
     run = sum(is_run(row, "planes") for row in rotating)
     lines = [INTRODUCTION.format(version=record["transformers"], run=run, **sizes)]
-    lines += [
-        "## Accepted",
-        "",
-        "| model type | class | layers that learn, by axes of positions | frequencies | blocks |",
-    ]
-    lines.append("|---|---|---|---|---|")
-    for row in rotating:
-        if "yes" in (row.get("planes"), row.get("blocks")):
-            towers = ", ".join(
-                f"{layers} on {axes} {'axis' if axes == 1 else 'axes'}" for _, axes, layers in row["towers"]
-            )
-            verdicts = " | ".join(describe(row, name) for name in CONFIGS)
-            lines.append(f"| {row['type']} | {row['class']} | {towers} | {verdicts} |")
-    lines += ["", "## Refused", "", "| model type | what | why |", "|---|---|---|"]
-    for row in rotating:
-        reasons = {name: explain(row, name) for name in CONFIGS if row.get(name, "yes") != "yes"}
-        if len(set(reasons.values())) == 1 and len(reasons) == 2:
-            reasons = {"both": next(iter(reasons.values()))}
-        lines += [f"| {row['type']} | {KINDS[name]} | {reason} |" for name, reason in reasons.items()]
-        if "error" in row:
-            lines.append(f"| {row['type']} | both | {strip_reason(row['error'])} |")
+    lines += [":::{container} searchable", "", "| model type | class | axes | frequencies | blocks | why refused |"]
+    lines += ["|---|---|---|---|---|---|", *map(make_row, rotating), "", ":::"]
     lines += ["", "## Refused in other configurations, or as parts", "", "| what | why |", "|---|---|"]
     lines += [f"| {what} | {why} |" for what, why in OTHERS.items()]
     lines += ["", "## No rotation", "", "These do not rotate queries and keys by their positions.", ""]
@@ -415,10 +386,21 @@ def make_page(record: dict) -> str:
     lines += ["| model type | module |", "|---|---|"]
     lines += [f"| {row['type']} | {row['rotates']} |" for row in built if row["rotates"] and is_added(row)]
     lines += ["", "## Not built", "", "The default configurations of these model types make no model.", ""]
-    lines += make_columns([row["type"] for row in rows if "class" not in row])
+    not_built = make_columns([row["type"] for row in rows if "class" not in row])
+    lines += ["<details>", "<summary>Their names</summary>", "", *not_built, "", "</details>"]
     if missing := sorted(set(record["types"]) - {row["type"] for row in rows}):
         lines += ["", "## Not tried yet", "", *make_columns(missing)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n`python tests/support/rope_census.py` makes this page again.\n"
+
+
+def make_row(row: dict) -> str:
+    reasons = {name: explain(row, name) for name in CONFIGS if row.get(name) != "yes"}
+    different = [f"{KINDS[name]}: {reason}" for name, reason in reasons.items()]
+    alike = len(reasons) == 2 and len(set(reasons.values())) == 1
+    why = reasons["planes"] if alike else "; ".join(different)
+    axes = ", ".join(str(axes) for _, axes, _ in row.get("towers", []))
+    cells = row["type"], row["class"], axes or "–", *(describe(row, name) for name in CONFIGS), why
+    return f"| {' | '.join(cells)} |"
 
 
 def make_columns(names: list[str], number: int = 4) -> list[str]:
@@ -453,7 +435,7 @@ NO_ROTATION = {
     "xcodec2": CANCELS,
     "zamba2": "the default configuration does not rotate; with `use_mem_rope=True`, both are accepted",
 }
-KINDS = {"planes": "frequencies", "blocks": "blocks", "both": "both"}
+KINDS = {"planes": "frequencies", "blocks": "blocks"}
 
 
 def is_added(row: dict) -> bool:
@@ -487,7 +469,7 @@ def find_faults(found: dict) -> list[str]:
 
 
 def explain(row: dict, name: str) -> str:
-    return EXPLANATIONS.get(row["type"]) or strip_reason(row[name])
+    return EXPLANATIONS.get(row["type"]) or strip_reason(row.get(name) or row["error"])
 
 
 def strip_reason(text: str) -> str:
