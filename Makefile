@@ -17,7 +17,7 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: check-wheel demo dist docs extras gpu kernels-folder lint test test-all test-slow test-oldest test-newest wheels release-check space format clean
+.PHONY: check-wheel demo dist docs evidence extras gpu kernels-folder lint test test-all test-slow test-oldest test-newest wheels release-check space format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -46,6 +46,10 @@ lint: $(READY)
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --durations 25 --durations-min 2
 
+# The laboratory: when it changed, and each night.
+evidence: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal training/evidence/tests
+
 extras: $(READY)
 	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"
 
@@ -53,7 +57,7 @@ test-slow: extras
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 test-all: lint extras
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests training/evidence/tests
 	$(MAKE) test-oldest test-newest
 
 test-oldest: $(OLDEST)/ready

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from fresh_process import run_python
 
 import hf_liere
@@ -24,7 +25,7 @@ FLOORS = (
     {"common"},
     {"data"},
     {"engine", "tasks.playground"},
-    {"tasks.clip", "tasks.detection", "tasks.language", "evidence.reporting"},
+    {"tasks.clip", "tasks.detection", "tasks.language", "evidence.data", "evidence.reporting"},
     {"evidence.speed"},
     {"evidence.gpu"},
 )
@@ -135,12 +136,21 @@ def test_training_imports_from_the_floors_below():
     folders = set().union(*FLOORS)
     scripts = {path.relative_to(TRAINING) for folder in (".", "evidence") for path in (TRAINING / folder).glob("*.py")}
     files = {path.relative_to(TRAINING) for path in TRAINING.rglob("*.py")}
+    files = {path for path in files if path.parts[:2] != ("evidence", "tests")}
     assert {part_of(path.parts) for path in files - scripts} == folders
     for path in files:
         part = part_of(path.parts)
         floor = next((number for number, names in enumerate(FLOORS) if part in names), len(FLOORS))
         imported = {part_of(name.split(".")) for name in training_imports(TRAINING / path)} - {part}
         assert imported <= set().union(*FLOORS[:floor]), f"{path}: {sorted(imported)}"
+
+
+def test_nothing_outside_imports_the_laboratory():
+    """What users run, and its tests, do without the tasks and tables of our own results."""
+    places = ("hf_liere", "training", "tests", ".kernels", ".ci")
+    for path in (file for place in places for file in (ROOT / place).rglob("*.py")):
+        if not path.is_relative_to(TRAINING / "evidence"):
+            assert not {name for name in training_imports(path) if name.split(".")[0] == "evidence"}, path
 
 
 def training_imports(path):

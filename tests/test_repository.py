@@ -41,7 +41,7 @@ def steps(workflow: dict) -> list[dict]:
 
 
 def test_the_workflows_are_there():
-    assert [path.stem for path in WORKFLOWS] == ["nightly", "release", "tests", "wheels"]
+    assert [path.stem for path in WORKFLOWS] == ["evidence", "nightly", "release", "tests", "wheels"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

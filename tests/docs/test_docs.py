@@ -30,7 +30,6 @@ from pages import PAGES, SITE, blocks, commands, find_blocks, name, write_files
 from training_helpers import write_images_folder, write_parquet
 
 import hf_liere
-import training.evidence.evaluate_sweep as sweeps
 from hf_liere.encoding.kinds import ENCODINGS, STARTS
 from hf_liere.encoding.positions import CONVENTIONS
 from hf_liere.tools.cli import PARSER, main
@@ -217,7 +216,7 @@ def check_script(words: list[str], monkeypatch) -> None:
     if hasattr(script, "ARGUMENT_CLASSES"):
         # The recipes' bfloat16 is for GPUs.
         parse_arguments([*arguments, "--use_cpu", "true", "--bf16", "false"], script.ARGUMENT_CLASSES)
-    elif script is sweeps:
+    elif words[place].endswith("evaluate_sweep.py"):
         with contextlib.redirect_stdout(io.StringIO()):
             script.main([*arguments, "--dry_run"])
     else:

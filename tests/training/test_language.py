@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import yaml
 from checkout import ROOT
 from fresh_process import run_warm
 from hypothesis import given, settings
@@ -20,8 +19,6 @@ from training_helpers import run_script_twice
 from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.texts import TextDataArguments, TokenBlocks, TokenStream, byte_tokenizer, collate_blocks, load_texts
-from training.evidence import evaluate_sweep, report
-from training.evidence.reporting import result_lines
 from training.language_modeling import main
 
 
@@ -342,32 +339,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trainable, llama, data, tmp_p
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     assert any("log_factors" in name and value.any() for name, value in first.items())
     assert found["eval_64_perplexity"] == expected["eval_64_perplexity"]
-
-
-@pytest.mark.slow
-def test_a_sweep_leaves_a_line_for_every_length_and_a_report(llama, data, tmp_path):
-    recipe = {"do_train": True, "max_length": 16, "evaluation_lengths": [32, 64], "max_steps": 2}
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-    settings = [[{"position_encoding": "none"}, {"position_encoding": "rope_mixed"}], [{"seed": 0}, {"seed": 1}]]
-    sweep = {"script": "language_modeling", "recipe": str(tmp_path / "tiny.yaml"), "train": settings}
-    (tmp_path / "words.yaml").write_text(yaml.safe_dump(sweep))
-    flags = [*data, "--model_name_or_path", str(llama[0]), "--use_cpu", "true", "--disable_tqdm", "true"]
-    results = evaluate_sweep.main([str(tmp_path / "words.yaml"), "--output_dir", str(tmp_path / "out"), *flags])
-    lines = result_lines.read_results(results)
-    assert [line["condition"] for line in lines] == [{}, {"max_length": 32}, {"max_length": 64}] * 4
-    saved = json.loads((tmp_path / "out/position_encoding=rope_mixed,seed=1/eval_results.json").read_text())
-    keys = ("eval_perplexity", "eval_32_perplexity", "eval_64_perplexity")
-    assert [line["metrics"]["eval_perplexity"] for line in lines[-3:]] == [saved[key] for key in keys]
-    for line in lines:
-        losses, sizes = (result_lines.decode_numbers(line, key) for key in ("losses", "sizes"))
-        # The last token of a block predicts nothing.
-        length = line["condition"].get("max_length", 16)
-        assert sizes.sum() % (length - 1) == 0 and len(sizes) > 1
-        # In half precision.
-        assert np.average(losses, weights=sizes) == pytest.approx(line["metrics"]["eval_loss"], rel=1e-3)
-    text = report.main([str(results), "--output_dir", str(tmp_path / "report")]).read_text()
-    rows = [line for line in text.splitlines() if line.startswith(("| RoPE as it was", "| RoPE-Mixed"))]
-    assert len(rows) == 2 and all(row.count("perplexity") == 3 for row in rows)
 
 
 CHECKPOINT = "CHECKPOINT"

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,12 +16,9 @@ import torch
 from checkout import PYTHONPATH, ROOT
 from fresh_process import run_warm
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from training_helpers import TINY_MODEL, assert_same_weights, main, train, train_with_torchrun, write_parquet
 from transformers import AutoModelForImageClassification
-
-from hf_liere.storage.saved_model import weights_digest
-from training.evidence import store_checkpoint
 
 
 SECRET = "hf_nobodys"
@@ -247,62 +243,6 @@ def test_the_arrows_recipe_trains(tmp_path):
     assert config["id2label"] == {"0": "up", "1": "right", "2": "down", "3": "left"}
 
 
-def test_a_run_is_stored_in_half_precision(one_process, uneven_file, tmp_path, capsys):
-    """With evaluations of these weights, also under changed conditions, and with a picture of attention."""
-    AutoModelForImageClassification.from_pretrained(one_process, dtype=torch.float16).save_pretrained(tmp_path / "half")
-    evaluate = ["--do_eval", "--validation_files", uneven_file, "--use_cpu", "true", "--disable_tqdm", "true"]
-    for name, model, *flags in (
-        ("at_16", tmp_path / "half"),
-        ("at_24", tmp_path / "half", "--image_size", "24"),
-        ("shuffled", tmp_path / "half", "--evaluation_shuffle", "patches"),
-        ("shifted", tmp_path / "half", "--evaluation_offset", "0.5", "--evaluation_seed", "3"),
-        ("of_the_run", one_process, "--evaluation_shuffle", "patches"),
-    ):
-        main([*evaluate, "--model_name_or_path", str(model), *flags, "--output_dir", str(tmp_path / name)])
-    Image.new("RGB", (40, 40), "red").save(tmp_path / "red.png")
-
-    def store(target, weights="half", evaluations=("at_16", "at_24"), conditions=("shuffled", "shifted")):
-        about = [
-            "--title",
-            "Tiny",
-            "--made_by",
-            "nobody",
-            "--intended_use",
-            "None.",
-            "--data",
-            "Noise",
-            "Dots",
-            "Free.",
-        ]
-        about += ["--attention", str(tmp_path / "red.png"), "--attention_of", "It is red."]
-        folders = [[str(tmp_path / name) for name in names] for names in (evaluations, conditions)]
-        flags = ["--weights", str(tmp_path / weights), "--evaluation", *folders[0], "--conditions", *folders[1]]
-        store_checkpoint.main([str(one_process), str(tmp_path / target), *flags, *about])
-
-    store("stored")
-    card = (tmp_path / "stored" / "README.md").read_text()
-    saved = load_file(tmp_path / "stored" / "model.safetensors")
-    assert {value.dtype for name, value in saved.items() if "rotary_encoding" not in name} == {torch.float16}
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "stored")
-    assert {value.dtype for value in model.parameters()} == {torch.float32}
-    assert f"`{weights_digest(saved)}`" in card and "| 24 × 24 | 13 |" in card and "Noise: Dots. Free." in card
-    for row in ("patches of each image shuffled", "coordinates shifted, ρ = 0.5, draw 3"):
-        assert re.search(rf"^\| {row} \| 16 \| 13 \| [\d.]+% \(", card, re.MULTILINE), card
-    assert "](attention.png)" in card and "It is red." in card and (tmp_path / "stored" / "attention.png").is_file()
-    for message, changes in (
-        ("is not a rounded copy of .*classifier", {"weights": "other"}),
-        (r"the first must be at \[16, 16\] px", {"evaluations": ("at_24",)}),
-        ("of_the_run was measured with other weights", {"conditions": ("of_the_run",)}),
-        ("at_24 evaluates unchanged images", {"conditions": ("at_24",)}),
-    ):
-        shutil.copytree(tmp_path / "half", tmp_path / "other", dirs_exist_ok=True)
-        save_file(saved | {"classifier.bias": saved["classifier.bias"] + 1}, tmp_path / "other" / "model.safetensors")
-        with pytest.raises(SystemExit):
-            store("refused", **changes)
-        assert re.search(message, " ".join(capsys.readouterr().err.split()))
-        assert not (tmp_path / "refused").exists()
-
-
 @pytest.mark.slow
 def test_larger_arrows_are_larger_grids(tmp_path):
     flags = [*TINY_MODEL, "--dataset_name", "arrows", "--image_size", "108", "--patch_size", "12", "--use_cpu", "true"]
@@ -333,17 +273,9 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
     before = load_file(tmp_path / "liere8" / "model.safetensors")
     (tmp_path / "liere8" / "eval_results.json").unlink()
     (tmp_path / "absolute_at_168" / "eval_results.json").unlink()
-    stored = tmp_path / "stored"
     again = run_warm(*command, status=1)
     assert re.findall("(.*) is finished already", again.stdout) == ["rope_mixed", "comrope_ld"], again.stdout
     assert (tmp_path / "absolute_at_168" / "eval_results.json").is_file()
-    about = ["--title", "Arrows", "--made_by", "make demo", "--intended_use", "Puzzles."]
-    arguments = [tmp_path / "liere8", stored, "--evaluation", tmp_path / "liere8_at_168", *about]
-    run_warm(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments)
-    refused = run_warm(ROOT / "training" / "evidence" / "store_checkpoint.py", *arguments, status=2)
-    assert "exists already and is not an empty directory" in " ".join(refused.stderr.split())
-    assert f'checkpoint = "{stored}"' in (stored / "README.md").read_text()
-    assert "| 168 × 168 | 2,000 |" in (stored / "README.md").read_text()
     after = load_file(tmp_path / "liere8" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -18,6 +18,7 @@ from training_helpers import assert_same_weights, run_script_twice
 from hf_liere import LieRETokensForSequenceClassification, LieRETokensForTokenClassification
 from hf_liere.errors import InputError
 from training import token_classification
+from training.common.tasks import with_task
 from training.data import solids
 from training.data.tokens import TokenDataArguments, TokenExamples, collate_tokens, load_tokens
 from training.engine.token_setup import placement
@@ -42,7 +43,8 @@ def run(folder, *flags):
 
 
 def load(*parts, seed=0, **arguments):
-    return load_tokens(TokenDataArguments(**arguments), parts or ("training",), seed)
+    kind = with_task(TokenDataArguments, arguments.get("dataset_name"))
+    return load_tokens(kind(**arguments), parts or ("training",), seed)
 
 
 def write_points(path, count, seed=0, per_token=True):
@@ -314,11 +316,12 @@ def test_lengths_that_do_not_fit(tmp_path):
     "flags, message",
     [
         ([], "There are no training data; accepted: --train_files"),
-        (["--dataset_name", "cubes"], "'cubes'; accepted: solids, .*, views, proteins, handedness, or files"),
-        (["--dataset_name", "pointers", "--evaluation_shift", "-1"], "--evaluation_shift -1.0; accepted: 0 and above"),
-        (["--dataset_name", "poses", "--train_files", "a.npz"], "--dataset_name poses takes no files"),
-        (["--dataset_name", "poses", "--evaluation_angle", "200"], "--evaluation_angle 200.0; accepted: 0 … 180"),
-        (["--dataset_name", "poses", "--feature_columns", "x"], "poses has no column 'x'; it has features, positions"),
+        (["--dataset_name", "cubes"], "'cubes'; accepted: solids.*, or a task of --register"),
+        (["--dataset_name", "solids", "--train_files", "a.npz"], "--dataset_name solids takes no files"),
+        (
+            ["--dataset_name", "solids", "--feature_columns", "x"],
+            "solids has no column 'x'; it has features,",
+        ),
         (["--dataset_name", "solids", "--task", "token"], "labels each sample; accepted: --task sequence"),
         (["--dataset_name", "solids", "--num_axes", "2"], "--num_axes 2, but the data have 3"),
         (["--dataset_name", "solids", "--position_encoding", "absolute"], "needs position_table_size"),

@@ -1,10 +1,8 @@
 """Clips out of real files, and whole runs on them: what is read, what is left out, and what does not change a run."""
 
-import itertools
 import json
 import logging
 import shutil
-from collections import Counter
 from fractions import Fraction
 
 import av
@@ -19,7 +17,6 @@ from training_helpers import TINY_MODEL, TINY_RUN, assert_same_weights, train_wi
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
 from training.common.arguments import AugmentationArguments, InputError
-from training.data import bodies
 from training.data.arrows import Arrows
 from training.data.augmentation import Augmentation, Collator, EvaluationView
 from training.data.clips import ClipArray, ClipFile, ClipReader, EvaluationClips, TrainingClips, clip_indices
@@ -218,7 +215,10 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
     "arguments, message",
     [
         ({"video_folder": "nowhere"}, "--video_folder 'nowhere' is not a folder"),
-        ({"dataset_name": "kinetics"}, "--dataset_name 'kinetics'; accepted for clips: moving_shapes, arrows, bodies"),
+        (
+            {"dataset_name": "kinetics"},
+            "'kinetics'; accepted: moving_shapes, arrows.*, or a task of --register",
+        ),
         ({"dataset_name": "arrows"}, "--num_channels 3: clips of arrows have one; accepted: 1"),
         ({"dataset_name": "arrows", "channels": 1}, "Arrows of 16 px cannot be drawn"),
         ({"dataset_name": "arrows", "channels": 1, "spacing": True}, "--coordinates physical: clips of arrows have no"),
@@ -226,11 +226,6 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
             {"dataset_name": "arrows", "channels": 1, "frame_stride": 2},
             "--frame_stride 2: clips of arrows.*accepted: 1",
         ),
-        (
-            {"dataset_name": "bodies", "channels": 1, "frames": 5},
-            "--num_frames 5: bodies have 4 slices; accepted: as many",
-        ),
-        ({"dataset_name": "bodies"}, "--num_channels 3: clips of bodies have one; accepted: 1"),
         ({"video_folder": "a", "volume_file": "b"}, "come from --video_folder and --volume_file; accepted: one of"),
         ({"volume_file": "nowhere.npz"}, "--volume_file nowhere.npz: .*No such file"),
         ({"eval_clips": 0}, "--eval_clips 0; accepted: 1 and above"),
@@ -572,37 +567,6 @@ def test_a_run_sees_the_spacing_of_every_volume(scans, tmp_path, caplog):
     # Places are rounded to float32.
     assert metrics["eval_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
     assert metrics["eval_loss"] != pytest.approx(np.mean(without), abs=1e-5)
-
-
-def test_the_label_is_the_class_of_a_distance_in_millimetres():
-    """Found by the places of the discs in mm; without the spacing, the best guess is what the module states."""
-    source, labels = bodies.Bodies("validation", 2000, 16), []
-    assert np.array_equal(source[7][0].frames, bodies.Bodies("validation", 8, 16)[7][0].frames)
-    for clip, label in (source[number] for number in range(2000)):
-        cells = clip.frames[..., 0].reshape(4, 4, 4, 4, 4).swapaxes(2, 3)  # (slices, rows, columns, 4, 4)
-        first, second = np.argwhere(cells.max(axis=(-2, -1)) >= 160)
-        extents = np.array(clip.spacing) * (1, 4, 4)
-        assert (extents >= bodies.EXTENTS[0]).all() and (extents <= bodies.EXTENTS[1]).all()
-        distance = np.sqrt(sum((extents * (second - first)) ** 2))
-        assert label == sum(distance > bound for bound in bodies.BOUNDS)
-        labels.append(label)
-    # Three standard errors of two thousand volumes.
-    assert np.bincount(labels) / 2000 == pytest.approx(0.25, abs=0.03)
-    # Without extents the steps between the cells are all that a volume tells; extents by the midpoint rule.
-    extents = np.geomspace(*bodies.EXTENTS, 2 * 60 + 1)[1::2]
-    drawn = np.stack(np.meshgrid(extents, extents, extents), axis=-1).reshape(-1, 3)
-    pairs = Counter(
-        tuple(sorted(np.abs(first - second)))
-        for first, second in itertools.permutations(np.argwhere(np.ones((4, 4, 4))), 2)
-    )
-    guesses = {
-        step: np.bincount(np.searchsorted(bodies.BOUNDS, np.linalg.norm(drawn * step, axis=1))).max() / len(drawn)
-        for step in pairs
-    }
-    blind = sum(count * guesses[step] for step, count in pairs.items()) / pairs.total()
-    assert blind == pytest.approx(bodies.BLIND_ACCURACY, abs=1e-3)
-    with pytest.raises(ValueError, match="Bodies of 18 px cannot be drawn; accepted: multiples of 4 px from 16 on"):
-        bodies.Bodies("train", 1, 18)
 
 
 def test_volumes_of_an_npz_have_spacings(tmp_path):

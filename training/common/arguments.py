@@ -15,7 +15,6 @@ from transformers.trainer_utils import HubStrategy
 from transformers.training_args import TrainingArguments
 
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
-from hf_liere.encoding.registration import import_file
 from hf_liere.errors import InputError
 from training.common.help import WRITTEN
 
@@ -141,7 +140,11 @@ class ViewArguments(SampleArguments):
 
 @dataclass
 class DataArguments(ViewArguments):
-    dataset_name: str | None = flag(None, "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2.")
+    inputs: ClassVar[str] = "images"
+
+    dataset_name: str | None = flag(
+        None, "A data set on the Hub, `arrows` for the generated task of LieRE 5.2, or a task of --register."
+    )
     dataset_config_name: str | None = flag(
         None, "Configuration of the data set; for the arrows `squares` (the default) or `rectangles`."
     )
@@ -252,7 +255,7 @@ class RunArguments(TrainingArguments):
         None, "Continue an interrupted run: `last` from the newest checkpoint in output_dir, or the folder of another."
     )
     recipe: str | None = flag(None, "yaml file of flags, which the command line overrides.")
-    register: list[str] = flag([], "Python files that register encodings, starts or coordinates of yours.")
+    register: list[str] = flag([], "Python files that register encodings, starts, coordinates or tasks of yours.")
     overwrite_output_dir: bool = flag(False, "Delete the run in output_dir instead of refusing to start.")
     resume_from_hub: bool = flag(
         False, "Resume from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."
@@ -278,7 +281,6 @@ class RunArguments(TrainingArguments):
     logging_nan_inf_filter: bool = flag(False, "Must stay off: a loss that is not finite stops the training.")
 
     def __post_init__(self):
-        self._import_files()
         self._check_numbers()
         # Without this, each of several processes would train a separate copy of the model, and bf16 would be refused.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
@@ -308,13 +310,6 @@ class RunArguments(TrainingArguments):
         self._check_hub()
         if not self.do_train and not self.do_eval:
             raise InputError("Nothing to do: give --do_train, --do_eval or both.")
-
-    def _import_files(self) -> None:
-        for file in self.register:
-            try:
-                import_file(file)
-            except ValueError as error:
-                raise InputError(f"--register: {error}") from error
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ parsed in the same way, and the command line wins because it comes last.
 
 import inspect
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from hf_liere.encoding.registration import import_file
 from hf_liere.errors import InputError
 from hf_liere.registers import closest
 from training.common.arguments import ArchitectureArguments, architecture_fields
-from training.common.help import asks_for_help, print_help
+from training.common.help import asks_for_help, print_help, words_after
+from training.common.tasks import with_task
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -43,16 +46,23 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if asks_for_help(arguments):
         print_help([(Path(inspect.getfile(kind)), kind.__name__) for kind in argument_classes], arguments)
+    recipe, arguments = _take_recipe(arguments)
+    content = {} if recipe is None else _read_recipe(Path(recipe))
+    files = _import_files(recipe, content, arguments)
+    dataset = [content.get("dataset_name"), *words_after("--dataset_name", arguments)][-1]
+    argument_classes = tuple(with_task(kind, dataset) for kind in argument_classes)
     parser = Parser(argument_classes, allow_abbrev=False, add_help=False)
     known = {action.dest for action in parser._actions}
-    recipe, arguments = _take_recipe(arguments)
     if recipe is not None:
-        content = _read_recipe(Path(recipe), known)
+        for key in content:
+            if key not in known:
+                raise InputError(_unknown_message(f"key in {Path(recipe).name}", str(key), known))
         named = {word.split("=")[0] for word in arguments}
         if "--num_train_epochs" in named and "--max_steps" not in named:
             # Trainer would follow the steps of the recipe, not the epochs that were asked for.
             content.pop("max_steps", None)
         arguments = to_flags(content, argument_classes) + arguments + ["--recipe", recipe]
+    arguments = [*arguments, *(["--register", *files] if files else [])]
     arguments = _join_numbers(arguments, _configuration_fields(argument_classes))
     for flag, following in zip(arguments, [*arguments[1:], "--"]):
         if flag == "--resume_from_checkpoint" and following.startswith("--"):
@@ -74,17 +84,26 @@ def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _read_recipe(recipe: Path, known: set[str]) -> dict[str, Any]:
+def _import_files(recipe: str | None, content: dict[str, Any], arguments: list[str]) -> list[str]:
+    """Imports the files of --register, those that the recipe names relative to its folder; their paths."""
+    named = content.pop("register", [])
+    beside = [Path(recipe or "").parent / file for file in ([named] if isinstance(named, str) else named)]
+    files = [*map(os.path.normpath, beside), *words_after("--register", arguments)]
+    for file in files:
+        try:
+            import_file(file)
+        except ValueError as error:
+            raise InputError(f"--register: {error}") from error
+    return files
+
+
+def _read_recipe(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
         near = closest(recipe.stem, [file.stem for file in RECIPES.glob("*.yaml")])
         raise InputError(
             f"There is no recipe {str(recipe)!r}{near}; accepted: a yaml file, such as {RECIPES.name}/arrows_mini.yaml."
         )
-    content = read_yaml(recipe)
-    for key in content:
-        if key not in known:
-            raise InputError(_unknown_message(f"key in {recipe.name}", str(key), known))
-    return {key: value for key, value in content.items() if value is not None}
+    return {key: value for key, value in read_yaml(recipe).items() if value is not None}
 
 
 def to_flags(settings: dict[str, Any], argument_classes: tuple[type, ...]) -> list[str]:

@@ -76,11 +76,23 @@ def answer_help(script: str) -> None:
     if asks_for_help(sys.argv[1:]):
         # Without transformers there is no help: the imports of the script say what to install.
         with contextlib.suppress(LookupError):
-            print_help(classes_of(Path(script)), sys.argv[1:])
+            files = map(Path, words_after("--register", sys.argv[1:]))
+            print_help([*classes_of(Path(script)), *tasks_in(filter(Path.is_file, files))], sys.argv[1:])
 
 
 def asks_for_help(arguments: Iterable[str]) -> bool:
     return not {*HELP, HELP_ALL}.isdisjoint(arguments)
+
+
+def words_after(flag: str, arguments: list[str]) -> list[str]:
+    """The values of a flag in a command line; those that it has last, if it is there several times."""
+    values: list[str] = []
+    for place, word in enumerate(arguments):
+        if word == flag:
+            values = list(itertools.takewhile(lambda value: not value.startswith("--"), arguments[place + 1 :]))
+        elif word.startswith(f"{flag}="):
+            values = [word.partition("=")[2]]
+    return values
 
 
 def print_help(classes: Iterable[tuple[Path, str]], arguments: Iterable[str]) -> NoReturn:
@@ -94,6 +106,16 @@ def classes_of(script: Path) -> list[tuple[Path, str]]:
     _, names = _find(script, "ARGUMENT_CLASSES")
     assert isinstance(names, ast.Tuple), "a script lists its argument classes"
     return [(script, ast.unparse(name)) for name in names.elts]
+
+
+def tasks_in(files: Iterable[Path]) -> list[tuple[Path, str]]:
+    """The tasks that files register, whose fields are flags too."""
+    return [
+        (file, name)
+        for file in files
+        for name, node in _names(file).items()
+        if isinstance(node, ast.ClassDef) and "register_task" in map(ast.unparse, node.decorator_list)
+    ]
 
 
 def read_flags(classes: Iterable[tuple[Path, str]]) -> list[Flag]:

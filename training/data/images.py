@@ -16,8 +16,9 @@ from hf_liere.reading.files import UnreadableError, naming
 from hf_liere.reading.pictures import EIGHT_BIT_MODES, GREY_MODES, count_pages, develop, pixels, register_formats
 from training.common.arguments import DataArguments
 from training.common.messages import abbreviate
+from training.common.tasks import Task
 from training.data.arrows import Arrows
-from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction
+from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction, task_sources
 from training.data.tables import (
     infer_column,
     keep_encoded,
@@ -157,7 +158,10 @@ def load_images(arguments: DataArguments, request: DataRequest) -> LabelledImage
             f"{'The data come from ' + ' and '.join(given) if given else 'There are no data'}; accepted: one of "
             "--dataset_name, --image_folder and --train_files with --validation_files."
         )
-    images = (_load_arrows if arguments.dataset_name == "arrows" else _load_decoded)(arguments, request)
+    if isinstance(arguments, Task):
+        images = task_sources(arguments, request)
+    else:
+        images = (_load_arrows if arguments.dataset_name == "arrows" else _load_decoded)(arguments, request)
     images.train = images.train and take_fraction(images.train, arguments.train_fraction, request.seed)
     return images
 

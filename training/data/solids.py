@@ -7,12 +7,16 @@ the first or the second half of the circle.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from hf_liere.errors import InputError
+from training.common.arguments import flag
+from training.common.tasks import SPLITS, Task, register_task
 
-SPLITS = ("train", "validation")
-DEFAULT_SIZES = {"train": 5000, "validation": 1000}
+
 # Standard deviation of the measured positions, in units of the plan's radius.
 NOISE = 0.02
 
@@ -57,6 +61,31 @@ def solid(split: str, index: int, num_points: tuple[int, int]) -> tuple[np.ndarr
     positions += NOISE * rng.standard_normal(positions.shape)
     features = np.where(sides, 0, ends)[:, None]
     return features.astype(np.float32), positions.astype(np.float32), label
+
+
+@register_task
+@dataclass
+class Solids(Task):
+    name = "solids"
+    inputs = "tokens"
+    sizes = {"training": 5000, "evaluation": 1000}
+    training_points: list[int] = flag([16, 48], "Smallest and largest number of points of a solid to train on.")
+    evaluation_points: int = flag(72, "Points of a solid to evaluate.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        points = self.training_points
+        if len(points) != 2 or not 1 <= points[0] <= points[1] or self.evaluation_points < 1:
+            raise InputError(
+                f"--training_points {points} --evaluation_points {self.evaluation_points}; accepted: two numbers, the "
+                "smaller first, and one number, all at least 1."
+            )
+
+    def samples(self, part: str, request: Any = None) -> dict[str, list]:
+        points = tuple(self.training_points) if part == "training" else (self.evaluation_points,) * 2
+        drawn = (solid(self.split(part), index, points) for index in range(self.count(part)))
+        features, positions, labels = zip(*drawn)
+        return {"features": features, "positions": positions, "labels": [LABELS[label] for label in labels]}
 
 
 def _edges(outlines: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from hf_liere.reading.files import HEIC_SUFFIXES, UnreadableError, has_suffix, numbers
 from training.common.messages import abbreviate
+from training.common.tasks import Task, draw_samples
 
 
 logger = logging.get_logger(__name__)
@@ -63,6 +64,12 @@ class LabelledImages:
     # `named` is False where the data set only numbers its classes.
     named: bool = True
     splits: dict[str, str] = field(default_factory=dict)
+
+
+def task_sources(task: Task, request: DataRequest) -> LabelledImages:
+    """The images or clips of a task. Raises [`InputError`] for what it refuses."""
+    made = {part: draw_samples(task, part, request) for part in request.parts}
+    return LabelledImages(*map(made.get, PARTS), list(task.labels))
 
 
 @dataclass

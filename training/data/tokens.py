@@ -1,9 +1,9 @@
-"""Samples of tokens with features, positions and labels: reading or generating, checks, and batches."""
+"""Samples of tokens with features, positions and labels: reading, checks, and batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 from hf_liere.errors import InputError
 from hf_liere.fast.dispatch import working_dtype
-from training.common.arguments import LimitArguments, flag, require_numbers
+from training.common.arguments import LimitArguments, flag
 from training.common.messages import abbreviate
-from training.data import handedness, pointers, poses, proteins, solids, views
+from training.common.tasks import Task, draw_samples, require_task
+from training.data import solids  # noqa: F401 (a task)
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
 from training.data.token_files import Columns, read_columns, require_distinct, to_float64
@@ -25,16 +26,12 @@ FEATURES, POSITIONS, LABELS, POSES = "features", "positions", "labels", "poses"
 
 @dataclass
 class TokenDataArguments(LimitArguments):
+    inputs: ClassVar[str] = "tokens"
+
     dataset_name: str | None = flag(
         None,
-        "`solids` for points on generated solids, `pointers` for generated grids with a pointer, `poses` for generated "
-        "orientations, `views` for generated cameras; `proteins` for residues and `handedness` for carbon atoms of "
-        "--structures; else pass files.",
-    )
-    structures: str | None = flag(
-        None,
-        "Folder of chains for `proteins`, such as data/dssp of MDAnalysisTests, or file of evidence/carbon_centres.py "
-        "for `handedness`.",
+        "`solids` for points on generated solids (--training_points, --evaluation_points), or a task of --register; "
+        "else pass files.",
     )
     train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
     validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")
@@ -52,18 +49,6 @@ class TokenDataArguments(LimitArguments):
     )
     label_column: str = flag(LABELS, "Column of classes, one per sample or one per token.")
     task: str | None = flag(None, "Expected task, `sequence` or `token`; by default decided by the labels.")
-    training_points: list[int] = flag([16, 48], "Smallest and largest number of points of a solid to train on.")
-    evaluation_points: int = flag(72, "Points of a solid to evaluate.")
-    training_angle: float = flag(
-        30.0,
-        "Largest angle of the query of `poses`, of the scene of `views`, or of a sample of --structures to train on, "
-        "from the world's axes or those of the file, in degrees; 180 for all.",
-    )
-    evaluation_angle: float = flag(30.0, "The same to evaluate.")
-    training_shift: float = flag(
-        0.0, "Largest distance that the grids of `pointers` are moved by to train on, in cells on each axis."
-    )
-    evaluation_shift: float = flag(0.0, "The same to evaluate.")
 
     def __post_init__(self):
         # Takes back what a recipe gives.
@@ -71,25 +56,11 @@ class TokenDataArguments(LimitArguments):
             if value in ("None", ["None"]):
                 setattr(self, name, None)
         super().__post_init__()
-        if self.dataset_name not in (None, *NAMED):
-            raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: {', '.join(NAMED)}, or files.")
+        require_task(self)
         if self.dataset_name and (self.train_files or self.validation_files):
             raise InputError(f"--dataset_name {self.dataset_name} takes no files; accepted: one of the two.")
-        if self.structures and self.dataset_name not in STRUCTURED:
-            raise InputError(
-                f"--structures {self.structures!r} beside --dataset_name {self.dataset_name}; accepted: "
-                f"{' or '.join(STRUCTURED)}."
-            )
         if self.task not in (None, *TASKS):
             raise InputError(f"--task {self.task!r}; accepted: {', '.join(TASKS)}.")
-        points = self.training_points
-        if len(points) != 2 or not 1 <= points[0] <= points[1] or self.evaluation_points < 1:
-            raise InputError(
-                f"--training_points {points} --evaluation_points {self.evaluation_points}; accepted: two numbers, the "
-                "smaller first, and one number, all at least 1."
-            )
-        require_numbers(self, "training_angle", "evaluation_angle", highest=180)
-        require_numbers(self, "training_shift", "evaluation_shift")
 
 
 @dataclass
@@ -166,9 +137,8 @@ def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int
         limit = arguments.limits[part]
         if limit is not None and limit < 1:
             raise InputError(f"{limit} examples of the {part} data; accepted: 1 and above.")
-        if arguments.dataset_name:
-            columns = NAMED[arguments.dataset_name](arguments, part, limit)
-            tables[part] = _from_columns(arguments, columns, arguments.dataset_name)
+        if isinstance(arguments, Task):
+            tables[part] = _from_columns(arguments, draw_samples(arguments, part), arguments.name)
         else:
             tables[part] = _from_files(arguments, part).select(slice(limit))
     train, evaluation = tables["training"], tables["evaluation"]
@@ -182,65 +152,11 @@ def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int
     )
 
 
-def _solids(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
-    split = solids.SPLITS[part == "evaluation"]
-    count = limit or solids.DEFAULT_SIZES[split]
-    points = tuple(arguments.training_points) if part == "training" else (arguments.evaluation_points,) * 2
-    features, positions, labels = zip(*(solids.solid(split, index, points) for index in range(count)))
-    return {
-        FEATURES: list(features),
-        POSITIONS: list(positions),
-        LABELS: [solids.LABELS[label] for label in labels],
-    }
-
-
-def _moved(
-    make: Callable[[str, int, float], dict[str, np.ndarray]], sizes: dict[str, int], setting: str
-) -> Callable[[TokenDataArguments, str, int | None], Columns]:
-    """Samples that are moved by up to the `angle` or `shift` of the part: `make(split, count, largest)`."""
-
-    def columns(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
-        split = poses.SPLITS[part == "evaluation"]
-        made = make(split, limit or sizes[split], getattr(arguments, f"{part}_{setting}"))
-        return {name: list(values) for name, values in made.items()}
-
-    return columns
-
-
-def _structures(
-    make: Callable[[str, str, int | None, float], dict[str, np.ndarray]],
-) -> Callable[[TokenDataArguments, str, int | None], Columns]:
-    """Samples of --structures that are turned by up to the angle of the part: `make(path, split, limit, largest)`."""
-
-    def columns(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
-        if arguments.structures is None:
-            raise InputError(f"--dataset_name {arguments.dataset_name} reads --structures, which is missing.")
-        made = make(
-            *(arguments.structures, poses.SPLITS[part == "evaluation"], limit, getattr(arguments, f"{part}_angle"))
-        )
-        return {name: list(values) for name, values in made.items()}
-
-    return columns
-
-
-STRUCTURED = {"proteins": proteins.protein_columns, "handedness": handedness.handedness_columns}
-# Columns of a part of the data, at most so many samples, by the name of the data set.
-NAMED = {
-    "solids": _solids,
-    "pointers": _moved(pointers.pointer_columns, pointers.DEFAULT_SIZES, "shift"),
-    "poses": _moved(poses.pose_columns, poses.DEFAULT_SIZES, "angle"),
-    "views": _moved(views.view_columns, views.DEFAULT_SIZES, "angle"),
-    **{name: _structures(make) for name, make in STRUCTURED.items()},
-}
-
-
 def _from_files(arguments: TokenDataArguments, part: str) -> TokenTable:
     infix = "train" if part == "training" else "validation"
     names = getattr(arguments, f"{infix}_files")
     if not names:
-        raise InputError(
-            f"There are no {part} data; accepted: --{infix}_files, or --dataset_name {' or '.join(NAMED)}."
-        )
+        raise InputError(f"There are no {part} data; accepted: --{infix}_files, or --dataset_name solids.")
     tables = [_from_file(arguments, name) for name in names]
     joined = TokenTable(*(sum((getattr(table, column) for table in tables), []) for column in vars(tables[0])))
     for name, table in zip(names, tables):

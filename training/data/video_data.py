@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -17,12 +18,12 @@ from hf_liere.reading.clips import FrameReader, frames_needed, is_clip
 from hf_liere.reading.files import UnreadableError, unread_files, visible
 from hf_liere.reading.volumes import SPACING, check_spacing
 from training.common.arguments import ViewArguments, flag
-from training.data import bodies
+from training.common.tasks import Task, require_task
 from training.data.arrows import LABELS, Arrows
 from training.data.clips import Clip, ClipArray, ClipFile
 from training.data.images import build_arrows
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
-from training.data.sources import PARTS, DataRequest, LabelledImages, report_unread
+from training.data.sources import PARTS, DataRequest, LabelledImages, report_unread, task_sources
 
 
 logger = logging.get_logger(__name__)
@@ -51,10 +52,12 @@ class ArrowClips:
 
 @dataclass
 class VideoDataArguments(ViewArguments):
+    inputs: ClassVar[str] = "clips"
+
     dataset_name: str | None = flag(
         None,
-        "Generated clips: `moving_shapes`, the default without other data, `bodies`, volumes of different voxel sizes, "
-        "or `arrows`, which differ for every --seed.",
+        "Generated clips: `moving_shapes`, the default without other data, `arrows`, which differ for every --seed, or "
+        "a task of --register.",
     )
     moving_shapes_folder: str = flag("outputs/moving_shapes", "Folder for the moving shapes, written once per size.")
     video_folder: str | None = flag(
@@ -112,14 +115,12 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
         raise InputError(f"The data come from {' and '.join(given)}; accepted: one of {', '.join(sources)}.")
-    if arguments.dataset_name not in (None, "moving_shapes", *DRAWN):
-        accepted = ", ".join(("moving_shapes", *DRAWN))
-        raise InputError(f"--dataset_name {arguments.dataset_name!r}; accepted for clips: {accepted}.")
+    require_task(arguments, "moving_shapes", "arrows")
     if (arguments.train_files or arguments.validation_files) and arguments.video_folder is None:
         raise InputError("The paths in split files are relative to --video_folder; accepted: with that flag.")
-    if arguments.dataset_name in DRAWN:
+    if isinstance(arguments, Task) or arguments.dataset_name == "arrows":
         _check_drawn(arguments, request)
-        return DRAWN[arguments.dataset_name](arguments, request)
+        return task_sources(arguments, request) if isinstance(arguments, Task) else _arrow_clips(arguments, request)
     if arguments.volume_file is not None:
         found, names = _volumes(arguments, request)
     else:
@@ -348,8 +349,6 @@ def _check_drawn(arguments: VideoDataArguments, request: DataRequest) -> None:
             f"--dataset_name {name}: clips are square; {request.image_size} is not. Accepted: --image_size 60 and the "
             "like."
         )
-    if request.num_channels != 1:
-        raise InputError(f"--num_channels {request.num_channels}: clips of {name} have one; accepted: 1.")
     if arguments.frame_stride not in (None, 1):
         raise InputError(
             f"--frame_stride {arguments.frame_stride}: clips of {name} have --num_frames frames only; accepted: 1."
@@ -357,31 +356,13 @@ def _check_drawn(arguments: VideoDataArguments, request: DataRequest) -> None:
 
 
 def _arrow_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledImages:
+    if request.num_channels != 1:
+        raise InputError(f"--num_channels {request.num_channels}: clips of arrows have one; accepted: 1.")
     if request.spacing:
         raise InputError("--coordinates physical: clips of arrows have no spacing; accepted: other coordinates.")
     clips = build_arrows(request, arguments.limits, "train", arguments.eval_split, num_frames=request.num_frames)
     clips.train, clips.evaluation = (part and ArrowClips(part) for part in (clips.train, clips.evaluation))
     return clips
-
-
-def _bodies(arguments: VideoDataArguments, request: DataRequest) -> LabelledImages:
-    if request.num_frames != bodies.GRID:
-        raise InputError(f"--num_frames {request.num_frames}: bodies have {bodies.GRID} slices; accepted: as many.")
-    splits = dict(zip(PARTS, bodies.SPLITS))
-    try:
-        made = {
-            part: bodies.Bodies(
-                splits[part], arguments.limits[part] or bodies.DEFAULT_SIZES[splits[part]], request.image_size[0]
-            )
-            for part in request.parts
-        }
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    return LabelledImages(*map(made.get, PARTS), list(bodies.LABELS))
-
-
-# Clips that are drawn on demand, by the name of the data set.
-DRAWN = {"arrows": _arrow_clips, "bodies": _bodies}
 
 
 def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files:

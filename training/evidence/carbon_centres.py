@@ -8,7 +8,7 @@ public domain:
     python training/evidence/carbon_centres.py outputs/centres.npz
 
 The file contains those carbon atoms whose handedness follows from the atoms up to two bonds away, and does so
-(training/data/molecules.py).
+(training/evidence/data/molecules.py).
 """
 
 import argparse
@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from hf_liere.errors import InputError
-from training.data.molecules import Molecules, find_centres
 from training.engine.runs import start
+from training.evidence.data.molecules import Molecules, find_centres
 
 
 # Atomic numbers of the elements in the molecules that are read.

@@ -7,8 +7,8 @@ channels, degree 2 and three layers are `--channels 50 --degree 2 --layers 3`. S
 model, and 0.01 is the learning rate of e3nn's examples:
 
     pip install e3nn
-    python training/evidence/e3nn_peer.py training/recipes/proteins_mini.yaml --structures DSSP --max_radius 2 \
-        --learning_rate 1e-2 --output_dir outputs/e3nn
+    python training/evidence/e3nn_peer.py training/evidence/recipes/proteins_mini.yaml --structures DSSP \
+        --max_radius 2 --learning_rate 1e-2 --output_dir outputs/e3nn
 """
 
 import itertools

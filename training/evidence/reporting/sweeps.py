@@ -208,7 +208,9 @@ class Run:
         settings = {name: value for name, value in self.settings.items() if name != SCRIPT}
         if "after" in self.sweep:
             settings = {**settings, FROM: str(self.output_dir / self.sweep["after"] / settings[FROM])}
-        recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
+        if not recipe.suffix:
+            places = (folder / "recipes" / f"{recipe}.yaml" for folder in (TRAINING / "evidence", TRAINING))
+            recipe = next(filter(Path.is_file, places))
         return [str(recipe), *self.passed, *to_flags({**settings, "do_eval": True}, self.module.ARGUMENT_CLASSES)]
 
     @property

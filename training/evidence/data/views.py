@@ -10,17 +10,18 @@ translation grows with it.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
+from training.common.tasks import register_task
 from training.data.augmentation import IGNORED_LABEL
-from training.data.frames import draw_rotations, pose_rows
-from training.data.poses import CHUNK, draw_columns
+from training.evidence.data.drawing import CHUNK, TurnedTask, draw_columns
+from training.evidence.data.frames import draw_rotations, pose_rows
 
 
-DEFAULT_SIZES = {"train": 38400, "validation": 2000}
 CAMERAS, POINTS = 4, 4
 # Half the angle of view, in radians.
 FIELD = 0.4
@@ -46,6 +47,14 @@ def view_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
         others, and `IGNORED_LABEL` for points.
     """
     return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
+
+
+@register_task
+@dataclass
+class Views(TurnedTask):
+    name = "views"
+    sizes = {"training": 38400, "evaluation": 2000}
+    draw = staticmethod(view_columns)
 
 
 def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarray]:

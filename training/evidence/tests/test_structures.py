@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 
 from hf_liere.errors import InputError
 from training import token_classification
-from training.data import frames, handedness, molecules, proteins
+from training.common.tasks import with_task
 from training.data.tokens import TokenDataArguments, load_tokens
 from training.evidence import carbon_centres, e3nn_peer, evaluate_sweep
+from training.evidence.data import frames, handedness, molecules, proteins
 from training.evidence.reporting.result_lines import read_results
 
 
@@ -249,7 +250,7 @@ def test_answers_depend_on_frames_only_with_commuting_rotations(name, tmp_path):
     write_chains(tmp_path / "proteins")
     write_centres(tmp_path / "handedness.npz")
     structures = {"proteins": tmp_path / "proteins", "handedness": tmp_path / "handedness.npz"}[name]
-    recipe = str(ROOT / "training" / "recipes" / f"{name}_mini.yaml")
+    recipe = str(ROOT / "training" / "evidence" / "recipes" / f"{name}_mini.yaml")
     given, changes = [recipe, "--structures", str(structures), *SMALL], {}
     poses = ["--position_encoding", "none", "--rotate_values", "false", "--pose_columns", "poses"]
     mixed = ["--position_encoding", "rope_mixed"]
@@ -300,22 +301,21 @@ def test_chains_that_cannot_be_read(name, content, message, tmp_path):
 
 
 def test_structures_that_are_missing(tmp_path):
-    def load(**arguments):
-        return load_tokens(TokenDataArguments(**arguments), ("training",), 0)
+    def load(name, **arguments):
+        kind = with_task(TokenDataArguments, name)
+        return load_tokens(kind(dataset_name=name, **arguments), ("training",), 0)
 
     with pytest.raises(InputError, match="--dataset_name proteins reads --structures, which is missing"):
-        load(dataset_name="proteins")
-    with pytest.raises(InputError, match="'a' beside --dataset_name poses; accepted: proteins or handedness"):
-        load(dataset_name="poses", structures="a")
+        load("proteins")
     with pytest.raises(InputError, match="contains 0 files NAME.dssp; accepted: a folder with at least 5"):
-        load(dataset_name="proteins", structures=str(tmp_path))
+        load("proteins", structures=str(tmp_path))
     with pytest.raises(InputError, match="is not a file; accepted: one of evidence/carbon_centres.py"):
-        load(dataset_name="handedness", structures=str(tmp_path))
+        load("handedness", structures=str(tmp_path))
     np.savez(tmp_path / "other.npz", numbers=np.zeros(3))
     (tmp_path / "none.npz").write_text("no archive")
     for name in ("other.npz", "none.npz"):
         with pytest.raises(InputError, match="cannot be read: .*; accepted: a file of evidence/carbon_centres.py"):
-            load(dataset_name="handedness", structures=str(tmp_path / name))
+            load("handedness", structures=str(tmp_path / name))
 
 
 def test_molecules_of_a_file_of_biotite(tmp_path, capsys):

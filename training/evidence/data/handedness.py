@@ -14,17 +14,19 @@ evaluation, those without rings for training. Scaffolds are drawn, and a centre 
 scaffold. Every centre comes with its mirror image.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from hf_liere.errors import InputError
-from training.data.frames import frames_of, turned_columns
-from training.data.molecules import Centres
+from training.common.tasks import SPLITS, register_task
+from training.evidence.data.drawing import StructuresTask
+from training.evidence.data.frames import frames_of, turned_columns
+from training.evidence.data.molecules import Centres
 
 
-SPLITS = ("train", "validation")
 TRAINING_SAMPLES = 128000
 LABELS = ("R", "S")
 # Atomic numbers with a channel of their own; all others share one.
@@ -38,7 +40,7 @@ STRAIGHT = 0.1
 def handedness_columns(file: str, split: str, limit: int | None, largest_angle: float) -> dict[str, np.ndarray]:
     """
     Args:
-        limit: the number of samples, by default `TRAINING_SAMPLES`, or two for each scaffold of the evaluation.
+        limit: the number of samples, by default two for each scaffold.
         largest_angle: of the random rotation of each sample from the frame of its molecule, in degrees.
 
     Returns:
@@ -46,7 +48,7 @@ def handedness_columns(file: str, split: str, limit: int | None, largest_angle: 
         [`turned_columns`], in Å.
     """
     centres, seed = select(read_centres(file), split), SPLITS.index(split)
-    count = limit or (TRAINING_SAMPLES if split == "train" else 2 * len(np.unique(centres.scaffolds)))
+    count = limit or 2 * len(np.unique(centres.scaffolds))
     # A centre and its mirror image follow each other.
     chosen = np.repeat(_draw(centres, (count + 1) // 2, split, np.random.default_rng((seed, 0))), 2)[:count]
     mirrored = np.arange(len(chosen)) % 2 == 1
@@ -57,6 +59,14 @@ def handedness_columns(file: str, split: str, limit: int | None, largest_angle: 
     turned = turned_columns(rotations, translations, largest_angle, np.random.default_rng((seed, 2)))
     names = np.where(centres.is_r[chosen] != mirrored, *LABELS)
     return {"features": _features(centres)[chosen], **turned, "labels": names}
+
+
+@register_task
+@dataclass
+class Handedness(StructuresTask):
+    name = "handedness"
+    sizes = {"training": TRAINING_SAMPLES, "evaluation": None}
+    read = staticmethod(handedness_columns)
 
 
 def select(centres: Centres, split: str) -> Centres:

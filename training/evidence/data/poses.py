@@ -9,19 +9,18 @@ asked in all directions has to know this. Guessing the most frequent class of a 
 `BAG_OF_CLASSES_ACCURACY` = 45.5%.
 """
 
-import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
+from training.common.tasks import register_task
 from training.data.augmentation import IGNORED_LABEL
-from training.data.frames import draw_rotations, pose_rows
+from training.evidence.data.drawing import CHUNK, TurnedTask, draw_columns
+from training.evidence.data.frames import draw_rotations, pose_rows
 
 
-SPLITS = ("train", "validation")
-DEFAULT_SIZES = {"train": 51200, "validation": 2000}
 TOKENS, CLASSES = 8, 4
 # E[max of multinomial(7, ¼)] / 7, the expected share of the most frequent class.
 BAG_OF_CLASSES_ACCURACY = 0.455078125
@@ -29,8 +28,6 @@ BAG_OF_CLASSES_ACCURACY = 0.455078125
 RELATIVE = (0.0, 0.0, 2.0)
 # Standard deviation of the target's orientation about each axis, in radians.
 NOISE = 0.1
-# Samples that are drawn together; the samples of a split are the same however many are drawn.
-CHUNK = 1024
 
 
 def pose_columns(split: str, count: int, largest_angle: float) -> dict[str, np.ndarray]:
@@ -48,13 +45,12 @@ def pose_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
     return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
 
 
-def draw_columns(
-    split: str, count: int, draw: Callable[[np.random.Generator], dict[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
-    """The first `count` samples of a split, of which `draw` makes `CHUNK` at a time."""
-    generators = (np.random.default_rng((SPLITS.index(split), chunk)) for chunk in range(math.ceil(count / CHUNK)))
-    chunks = [draw(rng) for rng in generators]
-    return {name: np.concatenate([columns[name] for columns in chunks])[:count] for name in chunks[0]}
+@register_task
+@dataclass
+class Poses(TurnedTask):
+    name = "poses"
+    sizes = {"training": 51200, "evaluation": 2000}
+    draw = staticmethod(pose_columns)
 
 
 def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarray]:

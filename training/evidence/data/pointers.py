@@ -8,13 +8,17 @@ label of the header. Without positions the most frequent glyph is the best guess
 whole grid changes none. The largest shift is a setting.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
+from training.common.arguments import flag, require_numbers
+from training.common.tasks import Task, register_task
 from training.data.augmentation import IGNORED_LABEL
-from training.data.poses import CHUNK, draw_columns
+from training.evidence.data.drawing import CHUNK, draw_columns
 
 
-DEFAULT_SIZES = {"train": 51200, "validation": 1000}
 SIZE, CLASSES = 6, 4
 CELLS = SIZE * SIZE
 # E[max of multinomial(35, ¼)] / 35, the expected share of the most frequent glyph.
@@ -35,6 +39,25 @@ def pointer_columns(split: str, count: int, largest_shift: float) -> dict[str, n
         the header, and `IGNORED_LABEL` elsewhere.
     """
     return draw_columns(split, count, lambda rng: _chunk(rng, largest_shift))
+
+
+@register_task
+@dataclass
+class Pointers(Task):
+    name = "pointers"
+    inputs = "tokens"
+    sizes = {"training": 51200, "evaluation": 1000}
+    training_shift: float = flag(
+        0.0, "Largest distance that the grids of `pointers` are moved by to train on, in cells on each axis."
+    )
+    evaluation_shift: float = flag(0.0, "The same to evaluate.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_numbers(self, "training_shift", "evaluation_shift")
+
+    def samples(self, part: str, request: Any = None) -> dict[str, np.ndarray]:
+        return pointer_columns(self.split(part), self.count(part), getattr(self, f"{part}_shift"))
 
 
 def _chunk(rng: np.random.Generator, largest_shift: float) -> dict[str, np.ndarray]:

@@ -13,12 +13,13 @@ from hf_liere import LieRETokensForTokenClassification, matrix_to_rotation_vecto
 from hf_liere.errors import InputError
 from training import token_classification
 from training.common.command_line import parse_arguments, to_flags
-from training.data import pointers, poses, views
+from training.common.tasks import with_task
 from training.data.augmentation import IGNORED_LABEL
 from training.data.tokens import TokenDataArguments, load_tokens
+from training.evidence.data import pointers, poses, views
 
 
-RECIPES = {name: str(ROOT / "training" / "recipes" / f"{name}_mini.yaml") for name in ("poses", "views")}
+RECIPES = {name: str(ROOT / "training" / "evidence" / "recipes" / f"{name}_mini.yaml") for name in ("poses", "views")}
 FEW = ["--max_train_samples", "640", "--max_eval_samples", "50", "--use_cpu", "true", "--disable_tqdm", "true"]
 
 
@@ -115,7 +116,9 @@ def test_orientations_can_be_features(tmp_path):
     metrics = run(tmp_path / "run", *columns, "--position_encoding", "none", *unused)
     config = LieRETokensForTokenClassification.from_pretrained(tmp_path / "run").config
     assert (config.feature_size, config.num_labels, metrics["eval_samples"]) == (5 + 9, 4, 50)
-    arguments = TokenDataArguments(dataset_name="poses", feature_columns=["matrices"], max_train_samples=3)
+    arguments = with_task(TokenDataArguments, "poses")(
+        dataset_name="poses", feature_columns=["matrices"], max_train_samples=3
+    )
     table = load_tokens(arguments, ("training",), 0).train
     np.testing.assert_array_equal(table.features[2], poses.pose_columns("train", 3, 30)["matrices"][2])
 
@@ -208,9 +211,22 @@ def test_poses_that_do_not_fit_are_refused(tmp_path, flags, message):
 def test_settings_of_a_sweep_are_flags():
     """Lists of columns are several words, and lists of a configuration one."""
     settings = {"feature_columns": ["features", "matrices"], "position_table_size": [2, 3, 4], "block_size": None}
+    settings |= {"dataset_name": "solids"}
     flags = to_flags({**settings, "training_points": [3, 5]}, token_classification.ARGUMENT_CLASSES)
     model, data, _ = parse_arguments(
         [*flags, "--do_train", "--output_dir", "unused"], token_classification.ARGUMENT_CLASSES
     )
     assert data.feature_columns == ["features", "matrices"] and data.training_points == [3, 5]
     assert model.architecture() == {"position_table_size": [2, 3, 4], "block_size": None}
+
+
+@pytest.mark.parametrize(
+    "name, setting, message",
+    [
+        ("poses", {"evaluation_angle": 200.0}, "--evaluation_angle 200.0; accepted: 0 … 180"),
+        ("pointers", {"evaluation_shift": -1.0}, "--evaluation_shift -1.0; accepted: 0 and above"),
+    ],
+)
+def test_settings_that_a_task_does_not_have(name, setting, message):
+    with pytest.raises(InputError, match=message):
+        with_task(TokenDataArguments, name)(dataset_name=name, **setting)

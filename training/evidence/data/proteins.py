@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from hf_liere.errors import InputError
-from training.data.frames import frames_of, turned_columns
+from training.common.tasks import SPLITS, register_task
+from training.evidence.data.drawing import StructuresTask
+from training.evidence.data.frames import frames_of, turned_columns
 
 
-SPLITS = ("train", "validation")
 TRAINING_SAMPLES = 128000
 NEIGHBOURS = 11
 # One chain of so many is for the evaluation.
@@ -51,9 +52,7 @@ class Chain:
 def protein_columns(folder: str, split: str, limit: int | None, largest_angle: float) -> dict[str, np.ndarray]:
     """
     Args:
-        limit: the number of samples; by default `TRAINING_SAMPLES`, or all residues of the evaluation once. For
-        training,
-            residues are drawn at random.
+        limit: the number of samples; by default all residues once. For training, residues are drawn at random.
         largest_angle: of the random rotation of each sample from the frame of its file, in degrees.
 
     Returns:
@@ -63,8 +62,7 @@ def protein_columns(folder: str, split: str, limit: int | None, largest_angle: f
     rotations, translations, classes = (
         np.concatenate(parts) for parts in zip(*map(neighbourhoods, split_chains(read_chains(folder), split)))
     )
-    residues, count = len(classes), limit or (TRAINING_SAMPLES if split == "train" else len(classes))
-    seed = SPLITS.index(split)
+    residues, count, seed = len(classes), limit or len(classes), SPLITS.index(split)
     chosen = np.random.default_rng((seed, 0)).integers(residues, size=count)
     if split != "train":
         chosen = np.arange(min(count, residues))
@@ -73,6 +71,14 @@ def protein_columns(folder: str, split: str, limit: int | None, largest_angle: f
     features[:, 0, 0], features[..., 1] = 1, np.linalg.norm(translations, axis=-1)
     turned = turned_columns(rotations, translations, largest_angle, np.random.default_rng((seed, 1)))
     return {"features": features, **turned, "labels": classes[chosen]}
+
+
+@register_task
+@dataclass
+class Proteins(StructuresTask):
+    name = "proteins"
+    sizes = {"training": TRAINING_SAMPLES, "evaluation": None}
+    read = staticmethod(protein_columns)
 
 
 def split_chains(chains: list[Chain], split: str) -> list[Chain]:

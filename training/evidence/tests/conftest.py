@@ -1,1 +1,4 @@
 from report_lines import results  # noqa: F401 (a fixture)
+
+
+pytest_plugins = ["suite"]

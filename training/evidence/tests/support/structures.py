@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 
-from training.data.molecules import Centres
+from training.evidence.data.molecules import Centres
 
 
 RESIDUES = 20

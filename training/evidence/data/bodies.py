@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from training.common.tasks import SPLITS, Task, register_task
 from training.data.clips import ClipArray
+from training.data.sources import DataRequest
 
 
-SPLITS = ("train", "validation")
-DEFAULT_SIZES = {"train": 102400, "validation": 1000}
 # Distances in mm that separate the classes.
 BOUNDS = (21.0, 32.0, 50.0)
 LABELS = ("up to 21 mm", "21 – 32 mm", "32 – 50 mm", "above 50 mm")
@@ -66,3 +66,19 @@ class Bodies:
         slices, *pixels = (extents / (1, side, side)).tolist()
         clip = ClipArray(volume, f"{self.split} volume {index}", (slices, *pixels))
         return clip, int(np.searchsorted(BOUNDS, distance))
+
+
+@register_task
+@dataclass
+class BodiesTask(Task):
+    name = "bodies"
+    inputs = "clips"
+    sizes = {"training": 102400, "evaluation": 1000}
+    labels = LABELS
+
+    def samples(self, part: str, request: DataRequest) -> Bodies:
+        if request.num_channels != 1:
+            raise ValueError(f"--num_channels {request.num_channels}: clips of bodies have one; accepted: 1.")
+        if request.num_frames != GRID:
+            raise ValueError(f"--num_frames {request.num_frames}: bodies have {GRID} slices; accepted: as many.")
+        return Bodies(self.split(part), self.count(part), request.image_size[0])

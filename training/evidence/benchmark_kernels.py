@@ -1,7 +1,7 @@
 """
 Compares the exponential of the folder that `make kernels-folder` writes with `torch.matrix_exp`. Needs `kernels`.
 
-    python .kernels/benchmark.py outputs/kernels --threads 1
+    python training/evidence/benchmark_kernels.py outputs/kernels --threads 1
 
 Prints how many times as long `torch.matrix_exp` takes in float32 and in float64, forward alone and with the backward
 pass: medians of the rounds with their 95% intervals, both functions in turn. Errors are those of the result in float32,
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from kernels import get_local_kernel
