@@ -248,7 +248,8 @@ def test_training_commands_run(page, reader, tmp_path):
     for program, script, *arguments in commands(page):
         if program == "hf-liere" and Path(arguments[0]).exists():
             assert main([script, *arguments]) == 0
-        if program != "python" or "--dataset_name" in arguments:
+        # The predictions of scaling.py have a test of their own.
+        if program != "python" or "--dataset_name" in arguments or script.endswith("scaling.py"):
             continue
         steps = [] if "--do_eval" in arguments or script.endswith("report.py") else ["--max_steps", "1"]
         on_cpu = [] if script.endswith("report.py") else ["--use_cpu", "true"]

@@ -26,7 +26,8 @@ RECORDS = (
     SPEED,
     ROOT / "docs" / "speed.md",
     *CHECKPOINTS,
-    *(TRAINING / "data" / f"{task}.py" for task in ("arrows", "bodies", "pointers", "poses")),
+    TRAINING / "data" / "arrows.py",
+    *(TRAINING / "evidence" / "data" / f"{task}.py" for task in ("bodies", "pointers", "poses")),
 )
 MEASURED = TRAINING / "evidence" / "speed" / "records"
 PAPERS = yaml.safe_load((TRAINING / "evidence" / "paper_results.yaml").read_text(encoding="utf-8"))
