@@ -1,4 +1,4 @@
-"""What the tests of publishing share: the local Hub, a client of it in this process, and processes of users."""
+"""The local Hub as a fixture, a client of it in this process, and processes of users."""
 
 import os
 import subprocess
@@ -8,14 +8,33 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.constants as constants
+import pytest
 from checkout import ROOT
 from fresh_process import run_warm
+from hub_server import HubServer
 from huggingface_hub import HfApi
 
 
 # Waits before another attempt, of seconds, are so much shorter in the process of the tests.
 WAITS = 0.1
 WRITE, READ, OTHER = "hf_tester_write", "hf_tester_read", "hf_other_write"
+
+
+@pytest.fixture(params=["lfs", "xet"])
+def storage(request):
+    if request.param == "xet":
+        pytest.importorskip("hf_xet", reason="the client for Xet storage is not installed")
+    return request.param
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch, request):
+    """By LFS, or by the `storage` that the test asks for too."""
+    xet = "storage" in request.fixturenames and request.getfixturevalue("storage") == "xet"
+    with HubServer(tmp_path / "hub", xet=xet) as server:
+        online(monkeypatch, server, tmp_path / "home")
+        yield server
+        assert not server.errors, server.errors[0]
 
 
 def online(patch, hub, home: Path) -> None:

@@ -9,7 +9,6 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hub_storage import HTTPError
@@ -117,13 +116,12 @@ class Connection(BaseHTTPRequestHandler):
             self.connection.close()
         self.close_connection = True
 
-    def send(self, status: int, data: bytes | Path = b"", headers: dict | None = None, span: tuple | None = None):
+    def send(self, status: int, data: bytes = b"", headers: dict | None = None, span: tuple | None = None):
         """Send a response, whose body is `data` or its part `span`, with the fault of the request."""
         fault = self._fault or Fault("")
         if fault.lost:
             self.kill()
             return
-        data = data.read_bytes() if isinstance(data, Path) else data
         start, end = span or (0, len(data))
         body = bytearray(data[start:end])
         if 0 <= fault.corrupt - start < len(body):
@@ -149,10 +147,10 @@ class Connection(BaseHTTPRequestHandler):
 
     def send_failure(self, error: HTTPError) -> None:
         self.body()
-        headers = {**error.headers, "X-Error-Message": re.sub(r"[^\x20-\x7e]", " ", error.message)}
+        headers = {**error.headers, "X-Error-Message": re.sub(r"[^\x20-\x7e]", " ", str(error))}
         if error.code:
             headers["X-Error-Code"] = error.code
-        self.send_json({"error": error.message, **error.extra}, error.status, headers)
+        self.send_json({"error": str(error), **error.content}, error.status, headers)
 
     def answer(self):
         """Record the request, apply its fault, and call its route."""

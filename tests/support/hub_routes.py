@@ -1,18 +1,17 @@
 """What the local Hub answers: accounts, repositories of models, commits, and files in LFS and Xet storage."""
 
 import base64
-import copy
 import fnmatch
 import hashlib
 import json
 import re
 import time
-from pathlib import Path
+from pathlib import PurePath
 from urllib.parse import quote
 
 from hub_cards import validate_card
 from hub_connection import Connection, route
-from hub_storage import LFS_THRESHOLD, HTTPError, Repo, now
+from hub_storage import LFS_PATTERNS, LFS_THRESHOLD, HTTPError, Repo
 
 
 class Routes(Connection):
@@ -34,8 +33,8 @@ class Routes(Connection):
 
     def repo(self, repo_id: str, write: bool = False) -> Repo:
         user, role = self.user()
-        repo, is_owner = self.hub.store.get(repo_id), user == repo_id.split("/")[0]
-        if repo is None or (repo.meta["private"] and not is_owner):
+        repo, is_owner = self.hub.repo(repo_id), user == repo_id.split("/")[0]
+        if repo is None or (repo.private and not is_owner):
             # The Hub answers 404 to a valid token, and 401 to a request without one. Over http:// the client
             # recognizes a missing repository only by the code.
             status, message = (404, "Repository not found") if user else (401, "Invalid username or password.")
@@ -51,17 +50,15 @@ class Routes(Connection):
     @route("GET", "/api/whoami-v2")
     def whoami(self):
         user, role = self.known_user()
-        token = {"displayName": "test", "role": role, "createdAt": now()}
-        account = {"type": "user", "name": user, "fullname": user.title(), "orgs": []}
+        token = {"displayName": "test", "role": role}
+        account = {"type": "user", "name": user, "orgs": []}
         self.send_json({**account, "auth": {"type": "access_token", "accessToken": token}})
 
     @route("POST", "/api/validate-yaml")
     def validate_yaml(self):
-        card = self.json_body()
-        found = validate_card(card.get("content") or "")
-        errors, warnings = ([{"message": message} for message in messages] for messages in found)
-        answer = {"errors": errors, "warnings": warnings}
-        self.send_json(answer | ({"error": "; ".join(found[0])} if errors else {}), 400 if errors else 200)
+        errors = validate_card(self.json_body().get("content") or "")
+        answer = {"errors": [{"message": error} for error in errors], "warnings": [], "error": "; ".join(errors)}
+        self.send_json(answer, 400 if errors else 200)
 
     @route("POST", "/api/repos/create")
     def create_repo(self):
@@ -75,26 +72,31 @@ class Routes(Connection):
         repo_id = f"{owner}/{name}"
         answer = {"url": f"{self.hub.url}/{repo_id}", "name": repo_id}
         with self.hub.store.lock:
-            if self.hub.store.get(repo_id) is not None:
-                raise HTTPError(409, "You already created this model repo", extra=answer)
+            if self.hub.repo(repo_id) is not None:
+                raise HTTPError(409, "You already created this model repo", **answer)
             private = asked.get("private", asked.get("visibility") in ("private", "protected"))
-            self.hub.store.create(repo_id, bool(private), user)
+            self.hub.store.repos[repo_id] = Repo(self.hub.store, repo_id, bool(private), user)
         self.send_json(answer)
 
     @route("PUT", "/api/models/{repo}/settings")
     def settings(self, repo_id):
         asked = self.json_body()
-        with self.hub.store.lock:
-            repo = self.repo(repo_id, write=True)
-            if "visibility" in asked:
-                repo.meta["private"] = asked["visibility"] != "public"
-            repo.meta["gated"] = asked.get("gated", repo.meta["gated"])
-            repo.save()
-        self.send_json({name: repo.meta[name] for name in ("private", "gated")})
+        repo = self.repo(repo_id, write=True)
+        repo.private = asked["visibility"] != "public" if "visibility" in asked else repo.private
+        repo.gated = asked.get("gated", repo.gated)
+        self.send_json({"private": repo.private, "gated": repo.gated})
 
     @route("GET", "/api/models/{repo}(?:/revision/(?P<revision>[^/]+))?")
     def repo_info(self, repo_id, revision):
-        self.send_json(self.repo(repo_id).info(revision or "main", bool(self.query.get("blobs"))))
+        repo = self.repo(repo_id)
+        commit, tree = repo.tree(revision or "main")
+        siblings = []
+        for path, entry in sorted(tree.items()):
+            siblings.append({"rfilename": path, "size": entry["size"], "blobId": entry["oid"]})
+            if entry["lfs"]:
+                siblings[-1]["lfs"] = {"sha256": entry["sha"], **entry["lfs"]}
+        state = {"private": repo.private, "gated": repo.gated, "lastModified": repo.commits[commit]["date"]}
+        self.send_json({"id": repo_id, "sha": commit, "tags": [], "siblings": siblings, **state})
 
     @route("GET", "/api/models/{repo}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.*))?")
     def tree(self, repo_id, revision, folder):
@@ -114,13 +116,12 @@ class Routes(Connection):
 
     @route("GET", "/api/models/{repo}/refs")
     def refs(self, repo_id):
-        def describe(table, prefix):
-            refs = self.repo(repo_id).meta[table].items()
-            return [{"name": name, "ref": prefix + name, "targetCommit": commit} for name, commit in refs]
+        def describe(names, prefix):
+            return [{"name": name, "ref": prefix + name, "targetCommit": commit} for name, commit in names.items()]
 
-        self.send_json(
-            {"branches": describe("heads", "refs/heads/"), "tags": describe("tags", "refs/tags/"), "converts": []}
-        )
+        repo = self.repo(repo_id)
+        refs = {"branches": describe(repo.heads, "refs/heads/"), "tags": describe(repo.tags, "refs/tags/")}
+        self.send_json(refs | {"converts": []})
 
     @route("GET", "/api/models/{repo}/commits/(?P<revision>[^/]+)")
     def commits(self, repo_id, revision):
@@ -135,33 +136,24 @@ class Routes(Connection):
 
     @route("POST", "/api/models/{repo}/branch/(?P<name>[^/]+)")
     def branch(self, repo_id, name):
-        asked = self.json_body()
-        self.add_ref(repo_id, "heads", name, asked.get("startingPoint") or "main")
+        repo = self.repo(repo_id, write=True)
+        repo.heads[name] = repo.resolve(self.json_body().get("startingPoint") or "main")
+        self.send_json({})
 
     @route("POST", "/api/models/{repo}/tag/(?P<revision>[^/]+)")
     def tag(self, repo_id, revision):
-        self.add_ref(repo_id, "tags", self.json_body()["tag"], revision)
-
-    def add_ref(self, repo_id, table, name, revision):
-        with self.hub.store.lock:
-            repo = self.repo(repo_id, write=True)
-            if name in repo.meta[table]:
-                raise HTTPError(409, f"Reference already exists: {name}")
-            repo.meta[table][name] = repo.resolve(revision)
-            repo.save()
+        repo = self.repo(repo_id, write=True)
+        repo.tags[self.json_body()["tag"]] = repo.resolve(revision)
         self.send_json({})
 
     @route("POST", "/api/models/{repo}/preupload/(?P<revision>[^/]+)")
     def preupload(self, repo_id, revision):
-        repo = self.repo(repo_id, write=True)
-        _, tree = repo.tree(revision)
-        attributes = repo.read(tree[".gitattributes"]).decode() if ".gitattributes" in tree else ""
-        patterns = [line.split()[0] for line in attributes.splitlines() if "filter=lfs" in line]
+        _, tree = self.repo(repo_id, write=True).tree(revision)
         answers = []
         for file in self.json_body()["files"]:
             path, entry = file["path"], tree.get(file["path"])
             large = file["size"] > LFS_THRESHOLD or b"\0" in base64.b64decode(file.get("sample") or "")
-            named = any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in (path, Path(path).name))
+            named = any(fnmatch.fnmatch(PurePath(path).name, pattern) for pattern in LFS_PATTERNS)
             oid = entry and entry["sha" if entry["lfs"] else "oid"]
             mode = "lfs" if large or named else "regular"
             answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
@@ -173,7 +165,7 @@ class Routes(Connection):
         answers = []
         for asked in self.json_body()["objects"]:
             answer = {"oid": asked["oid"], "size": asked["size"]}
-            if not self.hub.store.blob_path(asked["oid"]).exists():
+            if asked["oid"] not in self.hub.store.blobs:
                 upload = {"href": f"{self.hub.cdn_url}/_lfs/put/{asked['oid']}?sig=x", "header": {}}
                 verify = {"href": f"{self.hub.url}/_lfs/verify/{repo_id}", "header": {}}
                 answer |= {"actions": {"upload": upload, "verify": verify}, "authenticated": True}
@@ -183,18 +175,16 @@ class Routes(Connection):
 
     @route("PUT", "/_lfs/put/(?P<oid>[0-9a-f]{64})")
     def lfs_put(self, oid):
-        found = hashlib.sha256(self.body()).hexdigest()
+        found = self.hub.store.put(self.body())
         if found != oid:
             raise HTTPError(400, f"content has sha256 {found}, expected {oid}")
-        self.hub.store.put_blob(self.body())
         self.send(200, headers={"ETag": f'"{hashlib.md5(self.body()).hexdigest()}"'})
 
     @route("POST", "/_lfs/verify/{repo}")
     def lfs_verify(self, repo_id):
         self.repo(repo_id, write=True)
         asked = self.json_body()
-        path = self.hub.store.blob_path(asked["oid"])
-        if not path.exists() or path.stat().st_size != asked["size"]:
+        if len(self.hub.store.blobs.get(asked["oid"], b"")) != asked["size"]:
             raise HTTPError(422, "LFS object not found or of another size")
         self.send_json({"success": True})
 
@@ -205,11 +195,11 @@ class Routes(Connection):
         with self.hub.store.lock:
             repo = self.repo(repo_id, write=True)
             parent = repo.resolve(revision)
-            if revision.removeprefix("refs/heads/") not in repo.meta["heads"]:
+            if revision.removeprefix("refs/heads/") not in repo.heads:
                 raise HTTPError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
             if not parent.startswith(header.get("parentCommit") or ""):
                 raise HTTPError(412, "A commit has happened since. Please refresh and try again.")
-            tree = copy.deepcopy(repo.read_commit(parent)["tree"])
+            tree = dict(repo.commits[parent]["tree"])
             for operation in operations:
                 self.change(repo, tree, operation["key"], operation["value"])
             user, _ = self.user()
@@ -228,7 +218,7 @@ class Routes(Connection):
             tree[path] = repo.entry(content)
         elif key == "lfsFile":
             tree[path] = repo.lfs_entry(value["oid"], value["size"])
-            if not self.hub.store.blob_path(value["oid"]).exists():
+            if value["oid"] not in self.hub.store.blobs:
                 xet_hash = self.hub.xet_cas_url and self.hub.store.xet_lookup(value["oid"])
                 if not xet_hash:
                     raise HTTPError(400, f"LFS pointer pointed to a file that does not exist: {path}")
@@ -255,7 +245,7 @@ class Routes(Connection):
     def resolve(self, repo_id, revision, path):
         repo = self.repo(repo_id)
         user, _ = self.user()
-        if repo.meta["gated"] and user != repo_id.split("/")[0]:
+        if repo.gated and user != repo_id.split("/")[0]:
             message = f"Access to model {repo_id} is restricted. You must have access to it and be authenticated."
             raise HTTPError(403 if user else 401, message, "GatedRepo")
         commit, tree = repo.tree(revision)
@@ -272,29 +262,28 @@ class Routes(Connection):
                 "Link": f'<{address}>; rel="xet-auth"',
             }
         if entry["lfs"]:
-            headers["Location"] = f"{self.hub.cdn_url}/_cdn/{entry['sha']}?name={quote(Path(path).name)}&sig=x"
+            headers["Location"] = f"{self.hub.cdn_url}/_cdn/{entry['sha']}?name={quote(PurePath(path).name)}&sig=x"
             headers |= {"X-Linked-Size": entry["size"], "X-Linked-ETag": f'"{entry["sha"]}"'}
             self.send(302, b"", headers)
         else:
-            self.send_file(self.hub.store.blob_path(entry["sha"]), headers)
+            self.send_file(repo.read(entry), headers)
 
     @route("GET", "/_cdn/(?P<sha>[0-9a-f]{64})")
     def cdn(self, sha):
-        path = self.hub.store.blob_path(sha)
-        if not path.exists():
+        if sha not in self.hub.store.blobs:
             raise HTTPError(404, "no such object")
-        self.send_file(path, {"ETag": f'"{sha}"', "Accept-Ranges": "bytes"})
+        self.send_file(self.hub.store.blobs[sha], {"ETag": f'"{sha}"', "Accept-Ranges": "bytes"})
 
-    def send_file(self, path: Path, headers: dict) -> None:
+    def send_file(self, data: bytes, headers: dict) -> None:
         """The whole file, or the bytes that the request asks for."""
-        size, headers = path.stat().st_size, {"Content-Type": "application/octet-stream", **headers}
+        size, headers = len(data), {"Content-Type": "application/octet-stream", **headers}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if not asked:
-            self.send(200, path, headers)
+            self.send(200, data, headers)
             return
         start, end = int(asked[1]), min(size, int(asked[2] or size) + 1)
         if start < size:
-            self.send(206, path, {**headers, "Content-Range": f"bytes {start}-{end - 1}/{size}"}, (start, end))
+            self.send(206, data, {**headers, "Content-Range": f"bytes {start}-{end - 1}/{size}"}, (start, end))
         else:
             self.send(416, b"", {**headers, "Content-Range": f"bytes */{size}"})
 
@@ -302,5 +291,5 @@ class Routes(Connection):
 def describe_file(path: str, entry: dict) -> dict:
     described = {"type": "file", "path": path, "oid": entry["oid"], "size": entry["size"]}
     if entry["lfs"]:
-        described["lfs"] = {"oid": entry["sha"], "size": entry["size"], "pointerSize": entry["pointer_size"]}
+        described["lfs"] = {"oid": entry["sha"], **entry["lfs"]}
     return described | ({"xetHash": entry["xet"]} if entry.get("xet") else {})

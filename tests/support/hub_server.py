@@ -38,7 +38,7 @@ class HubServer:
             "hf_other_write": ("other", "write"),
         }
         # hf_xet reads and writes a local directory if the address of the storage is local://DIR.
-        self.xet_cas_url = f"local://{self.store.root.resolve()}/cas" if xet else None
+        self.xet_cas_url = f"local://{self.store.cas}" if xet else None
         self.lock = threading.RLock()
         self.faults: list[Fault] = []
         self.requests: list[dict] = []
@@ -89,7 +89,7 @@ class HubServer:
         return len(self.lines(pattern))
 
     def repo(self, repo_id: str) -> Repo | None:
-        return self.store.get(repo_id)
+        return self.store.repos.get(repo_id)
 
     def files(self, repo_id: str, revision: str = "main") -> dict:
         return self.repo(repo_id).tree(revision)[1]

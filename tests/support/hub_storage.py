@@ -1,24 +1,18 @@
-"""What the local Hub stores: repositories of models as files, with one JSON file per commit."""
+"""What the local Hub stores, in memory: repositories of models, their commits, and the contents of files by hash."""
 
-import contextlib
 import hashlib
-import json
-import os
+import itertools
 import re
 import struct
 import threading
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
-from hub_cards import read_metadata
-
 
 LFS_THRESHOLD = 10 * 1024 * 1024
-LFS_EXTENSIONS = (
-    "7z arrow bin bz2 ckpt ftz gz h5 joblib mlmodel model msgpack npy npz onnx ot parquet pb pickle "
-    "pkl pt pth rar safetensors tar tflite tgz wasm xz zip zst"
-).split()
-GITATTRIBUTES = "".join(f"*.{extension} filter=lfs diff=lfs merge=lfs -text\n" for extension in LFS_EXTENSIONS)
+LFS_PATTERNS = [f"*.{suffix}" for suffix in "bin ckpt gz h5 model npy npz onnx parquet pt pth safetensors zip".split()]
+GITATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LFS_PATTERNS).encode()
 
 
 def now() -> str:
@@ -29,151 +23,82 @@ def git_sha1(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def write(path: Path, data: bytes) -> None:
-    """Whole or not at all: other threads read meanwhile."""
-    temporary = path.with_name(f".{path.name}.{threading.get_ident()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
 class HTTPError(Exception):
-    """An error that the client understands: `code` becomes X-Error-Code, `message` X-Error-Message."""
+    """An error that the client understands: `code` becomes X-Error-Code, the message X-Error-Message."""
 
-    def __init__(
-        self, status: int, message: str, code: str | None = None, headers: dict | None = None, extra: dict | None = None
-    ):
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict | None = None, **content):
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
-        self.headers, self.extra = headers or {}, extra or {}
+        self.status, self.code, self.headers, self.content = status, code, headers or {}, content
 
 
 class Store:
-    """Repositories on disk: content-addressed blobs, one JSON file per commit, one JSON file of refs per repo."""
+    """Contents of files by their SHA-256 (`blobs`), and repositories by owner/name."""
 
     def __init__(self, root: Path):
-        self.root = Path(root)
+        # Xet's client writes there itself.
+        self.cas = Path(root).resolve() / "cas"
+        self.blobs: dict[str, bytes] = {}
+        self.repos: dict[str, Repo] = {}
         self.lock = threading.RLock()
+        self.numbers = itertools.count()
 
-    def blob_path(self, sha: str) -> Path:
-        return self.root / "blobs" / sha[:2] / sha
-
-    def put_blob(self, data: bytes) -> str:
+    def put(self, data: bytes) -> str:
         sha = hashlib.sha256(data).hexdigest()
-        path = self.blob_path(sha)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, data)
+        self.blobs[sha] = data
         return sha
-
-    def get(self, repo_id: str) -> "Repo | None":
-        folder = self.root / "repos" / repo_id
-        return Repo(self, repo_id, folder) if (folder / "repo.json").is_file() else None
-
-    def create(self, repo_id: str, private: bool, author: str) -> None:
-        folder = self.root / "repos" / repo_id
-        (folder / "commits").mkdir(parents=True)
-        meta = {"private": private, "gated": False, "created": now(), "heads": {}, "tags": {}}
-        write(folder / "repo.json", json.dumps(meta).encode())
-        repo = Repo(self, repo_id, folder)
-        tree = {".gitattributes": repo.entry(GITATTRIBUTES.encode())}
-        repo.commit("main", tree, "initial commit", "", author, parent=None)
 
     def xet_lookup(self, sha: str) -> str | None:
         """Xet hash of the file with this SHA-256, from the shards that hf_xet wrote; None if unknown."""
-        for path in (self.root / "cas").rglob("*.mdb"):
-            if found := read_shard(path.read_bytes()).get(sha):
-                return found
-        return None
+        shards = (read_shard(path.read_bytes()) for path in self.cas.rglob("*.mdb"))
+        return next((shard[sha] for shard in shards if sha in shard), None)
 
 
 class Repo:
-    """A repository at the moment: commits are never changed, refs and settings (`meta`) are saved by `save`."""
+    """A repository. Commits are never changed; branches (`heads`) and tags lead to one each."""
 
-    def __init__(self, store: Store, repo_id: str, folder: Path):
-        self.store, self.id, self.folder = store, repo_id, folder
-        self.meta = json.loads((folder / "repo.json").read_text())
-
-    def save(self) -> None:
-        write(self.folder / "repo.json", json.dumps(self.meta).encode())
+    def __init__(self, store: Store, repo_id: str, private: bool, author: str):
+        self.store, self.id, self.private, self.gated = store, repo_id, private, False
+        self.commits: dict[str, dict] = {}
+        self.heads: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self.commit("main", {".gitattributes": self.entry(GITATTRIBUTES)}, "initial commit", "", author, None)
 
     def entry(self, data: bytes) -> dict:
-        return {"sha": self.store.put_blob(data), "size": len(data), "oid": git_sha1(data), "lfs": False}
+        return {"sha": self.store.put(data), "size": len(data), "oid": git_sha1(data), "lfs": None}
 
     def lfs_entry(self, sha: str, size: int) -> dict:
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\nsize {size}\n".encode()
-        return {"sha": sha, "size": size, "oid": git_sha1(pointer), "lfs": True, "pointer_size": len(pointer)}
-
-    def read_commit(self, commit: str) -> dict:
-        return json.loads((self.folder / "commits" / f"{commit}.json").read_text())
+        return {"sha": sha, "size": size, "oid": git_sha1(pointer), "lfs": {"size": size, "pointerSize": len(pointer)}}
 
     def resolve(self, revision: str) -> str:
         """The commit of a branch, a tag, or the beginning of its own name."""
-        for table, prefix in (("heads", "refs/heads/"), ("tags", "refs/tags/")):
-            name = revision.removeprefix(prefix)
-            if name in self.meta[table]:
-                return self.meta[table][name]
-        if re.fullmatch(r"[0-9a-f]{7,40}", revision):
-            found = list((self.folder / "commits").glob(f"{revision}*.json"))
-            if len(found) == 1:
-                return found[0].stem
+        for names, prefix in ((self.heads, "refs/heads/"), (self.tags, "refs/tags/")):
+            if (name := revision.removeprefix(prefix)) in names:
+                return names[name]
+        found = [commit for commit in list(self.commits) if commit.startswith(revision)]
+        if re.fullmatch(r"[0-9a-f]{7,40}", revision) and len(found) == 1:
+            return found[0]
         raise HTTPError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
     def tree(self, revision: str) -> tuple[str, dict]:
         commit = self.resolve(revision)
-        return commit, self.read_commit(commit)["tree"]
+        return commit, self.commits[commit]["tree"]
 
     def read(self, entry: dict) -> bytes:
-        return self.store.blob_path(entry["sha"]).read_bytes()
+        return self.store.blobs[entry["sha"]]
 
     def commit(self, branch: str, tree: dict, title: str, message: str, author: str, parent: str | None) -> str:
         content = {"parent": parent, "title": title, "message": message, "author": author, "date": now(), "tree": tree}
-        data = json.dumps(content).encode()
-        commit = hashlib.sha1(data + os.urandom(8)).hexdigest()
-        write(self.folder / "commits" / f"{commit}.json", data)
-        self.meta["heads"][branch.removeprefix("refs/heads/")] = commit
-        self.save()
+        commit = hashlib.sha1(f"{next(self.store.numbers)} {content}".encode()).hexdigest()
+        self.commits[commit] = content
+        self.heads[branch.removeprefix("refs/heads/")] = commit
         return commit
 
-    def history(self, commit: str | None):
+    def history(self, commit: str | None) -> Iterator[tuple[str, dict]]:
         """(commit, its content), newest first."""
         while commit:
-            content = self.read_commit(commit)
-            yield commit, content
-            commit = content["parent"]
-
-    def info(self, revision: str, blobs: bool) -> dict:
-        commit, tree = self.tree(revision)
-        card = read_metadata(self.read(tree["README.md"]).decode("utf-8", "replace")) if "README.md" in tree else {}
-        siblings = []
-        for path, entry in sorted(tree.items()):
-            sibling = {"rfilename": path}
-            if blobs:
-                sibling |= {"size": entry["size"], "blobId": entry["oid"]}
-                if entry["lfs"]:
-                    sizes = {"size": entry["size"], "pointerSize": entry["pointer_size"]}
-                    sibling["lfs"] = {"sha256": entry["sha"], **sizes}
-            siblings.append(sibling)
-        config = {}
-        if "config.json" in tree:
-            with contextlib.suppress(ValueError):
-                config = json.loads(self.read(tree["config.json"]))
-        return {
-            "_id": hashlib.md5(self.id.encode()).hexdigest()[:24],
-            "id": self.id,
-            "modelId": self.id,
-            "author": self.id.split("/")[0],
-            "sha": commit,
-            "lastModified": self.read_commit(commit)["date"],
-            "createdAt": self.meta["created"],
-            "private": self.meta["private"],
-            "gated": self.meta["gated"],
-            "tags": list(card.get("tags") or []) + ["custom_code"] * ("auto_map" in config),
-            "pipeline_tag": card.get("pipeline_tag"),
-            "library_name": card.get("library_name"),
-            "cardData": card,
-            "config": {name: config[name] for name in ("architectures", "model_type", "auto_map") if name in config},
-            "siblings": siblings,
-        }
+            yield commit, self.commits[commit]
+            commit = self.commits[commit]["parent"]
 
 
 def read_shard(data: bytes) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from browser import browser, chromium  # noqa: F401 (fixtures)
 from checkout import ROOT
-from hub_fixtures import hub, storage  # noqa: F401 (fixtures)
+from hub_client import hub, storage  # noqa: F401 (fixtures)
 
 import hf_liere
 from hf_liere.fast.dispatch import as_on_accelerators, ask_backend

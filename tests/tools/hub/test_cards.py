@@ -45,7 +45,7 @@ def test_facts_render_and_the_hub_accepts_them(name):
     config_class = hf_liere.LieREVideoConfig if "num_frames" in facts.model else hf_liere.LieREViTConfig
     config_class(**facts.model)
     text = render_card(facts, f"me/{name}").text
-    assert validate_card(text) == ([], [])
+    assert validate_card(text) == []
     assert "None" not in text and "{%" not in text and "Undefined" not in text
     paper = common_facts()["papers"][common_facts()["encodings"][facts.encoding]["paper"]]
     assert paper["bibtex"].strip() in text and paper["url"] in text
@@ -144,7 +144,7 @@ def test_a_run_gives_its_card(run):
     text = push_card(SavedModel(folder), "me/liere8-cifar10").text
     parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     assert ModelCard(text).data.license is None
-    assert validate_card(text) == ([], [])
+    assert validate_card(text) == []
     for line in (
         "# liere8-cifar10",
         "| 16 × 16 (as trained) | 10,000 | 62.5% (61.5% – 63.5%) | 1.25 |",

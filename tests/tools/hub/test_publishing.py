@@ -88,7 +88,7 @@ def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, cap
     output = capsys.readouterr().out
     assert "hashes compared, loaded in a separate process" in output and history(hub) == ["First"]
     commit = hub.repo("tester/model").resolve("main")
-    assert commit in output and hub.repo("tester/model").meta["private"]
+    assert commit in output and hub.repo("tester/model").private
     # The folder: digest with checks, and load. The copy: digest; the client hashes and sends it. The commit: hash.
     assert set(times) == {"clip", "checkpoint", commit}
     assert times["clip"] <= 2 and times["checkpoint"] <= 1 + 2 and times[commit] <= 1

@@ -171,7 +171,7 @@ def test_a_small_file_is_compared_too(hub, published):
 def test_other_bytes_of_the_right_length_in_the_store(hub, published, tmp_path):
     """Someone exchanged the weights behind the Hub's back."""
     entry = hub.files("tester/model")["model.safetensors"]
-    hub.store.blob_path(entry["sha"]).write_bytes(WEIGHTS + b"others")
+    hub.store.blobs[entry["sha"]] = WEIGHTS + b"others"
     with pytest.raises(HubError, match="arrived twice with another content"):
         pull("tester/model", tmp_path / "pulled", api=client(hub))
 
