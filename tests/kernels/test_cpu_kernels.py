@@ -233,26 +233,6 @@ def test_generators_of_lower_precision():
 
 
 @needs_kernels
-def test_types_that_would_be_misread_are_refused():
-    states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 5, 4, 2)
-    for dtype in (torch.float16, torch.float64):
-        with pytest.raises(ValueError, match=f"float32 or torch.bfloat16; they are in {dtype}"):
-            cpu_kernels.apply_rotation((states.to(dtype), states.to(dtype)), cos_sin)
-    with pytest.raises(ValueError, match="Gradients in torch.bfloat16 do not match .* torch.float32"):
-        cpu_kernels.angle_gradients((states.bfloat16(),) * 2, (states, states), cos_sin.shape[:4])
-    with pytest.raises(ValueError, match="Positions in torch.float16"):
-        generators = skew(torch.randn(2, 1, 3, 28), 8)
-        cpu_kernels.block_rotations(
-            torch.rand(4, 2).half(),
-            generators,
-            RayTokens(torch.zeros(1, 1).long()),
-            torch.ones(1).long(),
-            None,
-            torch.float32,
-        )
-
-
-@needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_the_loss(value):
     states = torch.zeros(1, 1, 2, 8)
@@ -300,18 +280,6 @@ def test_defaults_of_the_process_do_not_matter(default):
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(one.dtype == torch.float32 and torch.equal(one, other) for one, other in zip(found, expected))
-
-
-@needs_kernels
-def test_what_does_not_fit_is_refused():
-    """Where plain operations would not broadcast, kernels would read what is beside the numbers."""
-    states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
-    with pytest.raises(ValueError, match=r"\(1, 3, 4, 4, 2\) do not fit .* \(2, 3, 5, 8\)"):
-        cpu_kernels.apply_rotation((states, states), cos_sin)
-    with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
-        cpu_kernels.apply_rotation((states, states[:, :, :4]), torch.randn(1, 3, 5, 4, 2))
-    with pytest.raises(ValueError, match="5 blocks of 2 channels do not fit into the 8 channels"):
-        cpu_kernels.apply_rotation((states, states), torch.randn(1, 3, 5, 5, 2))
 
 
 @needs_kernels

@@ -13,6 +13,13 @@ CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model o
 SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 4}
 
 
+def vit(**fields) -> hf_liere.LieREViTForImageClassification:
+    """Our small classifier of images."""
+    torch.manual_seed(0)
+    config = hf_liere.LieREViTConfig(**{**SMALL, "image_size": 16, "num_labels": 3, **fields})
+    return hf_liere.LieREViTForImageClassification(config).eval()
+
+
 def save_models(folder: Path) -> dict[str, Path]:
     """Folders by kind: image, video, tokens, backbone, clip (patched and complete), adapter (and its plain base)."""
     torch.manual_seed(0)

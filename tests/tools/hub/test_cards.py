@@ -5,13 +5,13 @@ import json
 import re
 
 import pytest
-import torch
 import yaml
 from checkout import ROOT
 from encoding_cases import OWN_PLAIN
 from hub_cards import validate_card
 from hub_client import client
 from huggingface_hub import ModelCard
+from run_records import AGREEING, edit, save_run, write_records
 from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
@@ -98,45 +98,9 @@ def test_the_hub_validates_a_card_before_anything_is_written(hub, tmp_path):
 
 
 @pytest.fixture
-def run(tiny, tmp_path):
+def run(tmp_path):
     """A finished run as the training script leaves it, and its weights' digest."""
-    folder = tmp_path / "run"
-    torch.manual_seed(0)
-    model = hf_liere.LieREViTForImageClassification(tiny(block_size=4, num_labels=10))
-    model.save_pretrained(folder)
-    digest = SavedModel(folder).digest
-    records(folder, digest, accuracy=0.625, size=16)
-    return folder, digest
-
-
-def records(folder, digest, accuracy, size):
-    folder.mkdir(exist_ok=True)
-    metrics = {"eval_accuracy": accuracy, "eval_accuracy_low": accuracy - 0.01, "eval_accuracy_high": accuracy + 0.01}
-    metrics |= {"eval_loss": 1.25, "eval_samples": 10_000}
-    (folder / "eval_results.json").write_text(json.dumps(metrics))
-    extra = {"train_images_per_second": 481.0, "train_runtime": 1039.2}
-    (folder / "all_results.json").write_text(json.dumps(metrics | extra))
-    training = {
-        "seed": 7,
-        "learning_rate": 1e-3,
-        "num_train_epochs": 10,
-        "per_device_train_batch_size": 64,
-        "bf16": False,
-    }
-    data = {"dataset_name": "uoft-cs/cifar10", "eval_split": None}
-    sides = {"name": "uoft-cs/cifar10", "config": None, "files": [], "folder": None}
-    examples = {
-        "train": sides | {"split": "train", "samples": 49_000},
-        "evaluation": sides | {"split": "test", "samples": 10_000},
-    }
-    augmentation = {"crop_padding": 4, "rand_augment_ops": 0, "rand_augment_magnitude": 9, "mixing_probability": 1.0}
-    content = {"training": training, "data": data, "augmentation": augmentation, "image_size": [size, size]}
-    content["examples"] = examples
-    (folder / "run_config.json").write_text(json.dumps(content))
-    libraries = {"torch": "2.15.0", "transformers": "5.23.0"}
-    environment = {"libraries": libraries, "world_size": 1, "device": "cpu", "accelerator": None}
-    (folder / "environment.json").write_text(json.dumps(environment))
-    (folder / "weights.json").write_text(json.dumps({"sha256": digest, "step": 100}))
+    return tmp_path / "run", save_run(tmp_path / "run")
 
 
 def test_a_run_gives_its_card(run):
@@ -181,7 +145,7 @@ def test_a_run_gives_its_card(run):
 
 def test_evaluations_at_other_sizes_make_a_table_and_a_plot(run, tmp_path):
     folder, digest = run
-    records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
+    write_records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
     card = push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
     rows = re.findall(r"^\| (\d+ × \d+)(?: \(as trained\))? \| 10,000 \| (\d+\.\d)%", card.text, re.M)
     assert rows == [("16 × 16", "62.5"), ("32 × 32", "50.0")]
@@ -197,27 +161,11 @@ def test_half_an_interval_is_not_shown(run):
     assert "| 62.5% |" in push_card(SavedModel(folder), "me/x").text
 
 
-def test_figures_of_other_weights_are_refused(run, tmp_path):
-    folder, _ = run
-    records(tmp_path / "at_32", "0" * 64, accuracy=0.5, size=32)
-    with pytest.raises(FactsError, match="32 × 32 px was measured with weights 000000000000…, the card is for"):
-        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
-    (folder / "weights.json").unlink()
-    with pytest.raises(FactsError, match="was measured with unknown weights"):
-        push_card(SavedModel(folder), "me/x")
-    with pytest.raises(FactsError, match="is not the output of an evaluation"):
-        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path])
-
-
 def test_facts_without_figures_cannot_be_pushed(run, tmp_path, capsys):
     folder, _ = run
     for name in ("eval_results.json", "all_results.json", "run_config.json"):
         (folder / name).unlink()
     (tmp_path / "planned.yaml").write_text("title: A plan\nencoding: liere\ndataset: cifar10\n")
-    with pytest.raises(FactsError, match="A plan is not trained"):
-        push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "planned.yaml"))
-    with pytest.raises(FactsError, match="contains no README.md"):
-        push_card(SavedModel(folder), "me/x")
     assert main(["push", str(folder), "me/x", "--card", str(tmp_path / "planned.yaml")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("hf-liere push: A plan is not trained") and error.count("\n") == 1
@@ -231,69 +179,13 @@ def test_facts_of_another_model_are_refused_with_every_contradiction(run, capsys
     assert error.count("\n") == 1
     for contradiction in (
         "block_size is 8 in the facts and 4 in the folder",
-        "image_size is 32 in the facts and 16 in the folder",
-        "hidden_size is 768 in the facts and 48 in the folder",
-        "num_hidden_layers is 12 in the facts and 2 in the folder",
         "num_labels is 100 in the facts and 10 in the folder",
         "training data is 'uoft-cs/cifar100' in the facts and 'uoft-cs/cifar10' in the folder",
-        "evaluation data is 'uoft-cs/cifar100' in the facts and 'uoft-cs/cifar10' in the folder",
-        "num_train_epochs is 200 in the facts and 10 in the folder",
         "total_train_batch_size is 512 in the facts and 64 in the folder",
         "learning_rate is 0.0001 in the facts and 0.001 in the folder",
     ):
         assert contradiction in error, contradiction
     assert "patch_size" not in error and "position_encoding" not in error
-
-
-AGREEING = {
-    "title": "Small",
-    "encoding": "liere",
-    "dataset": "cifar10",
-    "architecture": "LieREViTForImageClassification",
-    "model": {"hidden_size": 48, "image_size": [16, 16], "num_labels": 10},
-    "training_data": {"split": "train", "samples": 49_000},
-    "recipe": {"num_train_epochs": 10.0, "total_train_batch_size": 64, "optimizer": "planned"},
-    "seeds": [7],
-    "environment": {"libraries": {"torch": "2.15.0"}},
-    "cost": {"train_runtime": 1039.2},
-    "notes": "What no record knows.",
-}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"encoding": "rope_mixed"}, "encoding is 'rope_mixed' in the facts and 'liere' in the folder"),
-        ({"architecture": "LieREViTModel"}, "architecture is 'LieREViTModel' in the facts"),
-        ({"model": {"num_labels": 3}}, "num_labels is 3 in the facts and 10 in the folder"),
-        ({"model": {"depth": 3}}, "depth is 3 in the facts, and the checkpoint has no such field"),
-        ({"cost": {"parameters": 139_594}}, r"parameters is 139594 in the facts and \d+ in the folder"),
-        ({"cost": {"train_runtime": 3.0}}, "train_runtime is 3.0 in the facts and 1039.2 in the folder"),
-        (
-            {"dataset": {"name": "flowers"}},
-            "evaluation data is 'flowers' in the facts and 'uoft-cs/cifar10' in the",
-        ),
-        (
-            {"training_data": {"samples": 50_000}},
-            "training data: samples is 50000 in the facts and 49000 in the folder",
-        ),
-        ({"evaluation_data": {"split": "train"}}, "evaluation data: split is 'train' in the facts and 'test' in the"),
-        ({"recipe": {"crop_padding": 0}}, "crop_padding is 0 in the facts and 4 in the folder"),
-        ({"seeds": [0]}, r"seeds is \[0\] in the facts and \[7\] in the folder"),
-        (
-            {"environment": {"libraries": {"torch": "2.9.0"}}},
-            "torch is '2.9.0' in the facts and '2.15.0' in the folder",
-        ),
-        ({"weights": "0" * 64}, "weights is '0000000"),
-        ({"base_model": "google/vit"}, "base_model is 'google/vit' in the facts and None in the folder"),
-        ({"results": [{"image_size": 16, "accuracy": 0.99}]}, "accuracy at 16 × 16 px is 0.99 in the facts and 0.625"),
-    ],
-)
-def test_every_fact_is_compared(run, tmp_path, change, message):
-    folder, _ = run
-    (tmp_path / "facts.yaml").write_text(yaml.safe_dump(AGREEING | change))
-    with pytest.raises(FactsError, match=f"The facts of 'Small' contradict .*{message}"):
-        push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
 
 
 def test_facts_that_agree_and_records_together(run, tmp_path):
@@ -309,11 +201,9 @@ def test_facts_that_agree_and_records_together(run, tmp_path):
 def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(run, tmp_path):
     """Files have no other name than their own, whatever the facts call them."""
     folder, _ = run
-    content = json.loads((folder / "run_config.json").read_text())
     files = {"name": None, "files": ["test.parquet"], "split": None, "samples": 10_000}
-    content["examples"]["evaluation"] = files
-    content["examples"]["train"] = files | {"files": ["train.parquet"], "samples": 600}
-    (folder / "run_config.json").write_text(json.dumps(content))
+    train = files | {"files": ["train.parquet"], "samples": 600}
+    edit(folder / "run_config.json", examples={"evaluation": files, "train": train})
     text = push_card(SavedModel(folder), "me/x").text
     for line in ("| training | `train.parquet` |  | 600 |", "| evaluation | `test.parquet` |  | 10,000 |"):
         assert line in text
@@ -332,24 +222,6 @@ def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(
         push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
 
 
-def test_evaluations_of_other_data_or_under_a_condition_are_refused(run, tmp_path):
-    folder, digest = run
-    records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
-    content = json.loads((tmp_path / "at_32" / "run_config.json").read_text())
-
-    def changed(**groups):
-        (tmp_path / "at_32" / "run_config.json").write_text(json.dumps(content | groups))
-        return pytest.raises(FactsError, match=groups.pop("match"))
-
-    other = {"evaluation": content["examples"]["evaluation"] | {"name": "mnist"}}
-    with changed(examples=other, match="data is 'uoft-cs/cifar10' in .* and 'mnist' in "):
-        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
-    with changed(condition={"evaluation_shuffle": "patches"}, match="with evaluation_shuffle patches; accepted: eval"):
-        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
-    with changed(model={"coordinates": "index"}, match="coordinates is 'index' in .* and 'train_grid' in config.json"):
-        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
-
-
 def test_a_licence_is_chosen_or_said_not_to_be(run, tmp_path):
     folder, _ = run
     card = push_card(SavedModel(folder), "me/x", license="mit")
@@ -357,14 +229,10 @@ def test_a_licence_is_chosen_or_said_not_to_be(run, tmp_path):
     (tmp_path / "facts.yaml").write_text("title: T\nencoding: liere\nlicense: apache-2.0\n")
     facts = load_facts(tmp_path / "facts.yaml")
     assert push_card(SavedModel(folder), "me/x", facts).license == "apache-2.0"
-    with pytest.raises(FactsError, match="names the licence 'apache-2.0', not 'mit'; change one of them"):
-        push_card(SavedModel(folder), "me/x", facts, license="mit")
     # A card that lies in the folder, of a user or rendered before.
     for text in ("# Mine\n", push_card(SavedModel(folder), "me/x").text):
         card = Card(text).with_license("mit")
         assert card.license == "mit" and NO_LICENSE not in card.text and card.with_license("mit") == card
-        with pytest.raises(FactsError, match="names the licence 'mit', not 'gpl-3.0'"):
-            card.with_license("gpl-3.0")
 
 
 def test_a_table_beside_the_rotations_is_told(tiny, tmp_path):
@@ -391,51 +259,10 @@ def test_a_video_is_measured_at_its_height(tiny_video, tmp_path):
     model.save_pretrained(tmp_path / "run")
     digest = SavedModel(tmp_path / "run").digest
     for name, size in (("run", 8), ("wide", 16)):
-        records(tmp_path / name, digest, accuracy=0.5, size=size)
-        path = tmp_path / name / "run_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"image_size": [4, size, size]}))
+        write_records(tmp_path / name, digest, accuracy=0.5, size=size)
+        edit(tmp_path / name / "run_config.json", image_size=[4, size, size])
     card = push_card(SavedModel(tmp_path / "run"), "me/x", evaluations=[tmp_path / "wide"])
     assert "| 4 × 8 × 8 (as trained) |" in card.text and "| 4 × 16 × 16 |" in card.text and PICTURE in card.pictures
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("eval_results.json", "{", "eval_results.json is not a json file"),
-        ("eval_results.json", "[1]", "eval_results.json contains a list; accepted: a json object"),
-        (
-            "eval_results.json",
-            '{"eval_accuracy": NaN}',
-            "{'accuracy': nan}: accepted is finite numbers, accuracy as a share of 1",
-        ),
-        (
-            "eval_results.json",
-            '{"eval_accuracy": "high"}',
-            "{'accuracy': 'high'}: accepted is finite numbers, accuracy as a share of 1",
-        ),
-        (
-            "eval_results.json",
-            '{"eval_map": 0.5}',
-            "numbers {}: accepted is finite numbers, accuracy as a share of 1",
-        ),
-        (
-            "eval_results.json",
-            '{"eval_accuracy": 0.5, "eval_loss": Infinity}',
-            "'loss': inf}: accepted is finite numbers",
-        ),
-        ("run_config.json", '{"training": 3}', "run_config.json: training 3: accepted is a json object"),
-        ("run_config.json", '{"model_name_or_path": 3}', "run_config.json: model_name_or_path 3: accepted is a name"),
-        ("weights.json", '{"sha256": 3}', "weights 3: accepted is the digest of the evaluated weights"),
-        ("config.json", "{}", "config.json is not a configuration of hf_liere: None is none of our models"),
-        ("config.json", '{"architectures": ["LieREViTModel"], "hidden_size": "wide"}', "is not a configuration"),
-        ("weights.json", "not json", "weights.json is not a json file"),
-    ],
-)
-def test_records_that_cannot_be_read(run, name, content, message):
-    folder, _ = run
-    (folder / name).write_text(content)
-    with pytest.raises(FactsError, match=message):
-        push_card(SavedModel(folder), "me/x")
 
 
 def test_a_card_of_a_run_that_goes_on(run):
@@ -498,8 +325,7 @@ def test_models_of_images_and_videos_have_cards(tmp_path, architecture, describe
 
 def test_a_card_of_a_model_that_no_auto_class_loads(run):
     folder, _ = run
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LieREViTBackbone"]}))
+    edit(folder / "config.json", architectures=["LieREViTBackbone"])
     text = push_card(SavedModel(folder), "me/x").text
     assert '"modeling_liere.LieREViTBackbone", repository, revision=commit, code_revision=commit' in text
     assert "model = model_class.from_pretrained(repository, revision=commit)" in text
@@ -508,53 +334,13 @@ def test_a_card_of_a_model_that_no_auto_class_loads(run):
 @pytest.mark.slow
 def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
     folder, digest = run
-    records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
+    write_records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
     card = push_card(SavedModel(folder), "tester/model", evaluations=[tmp_path / "at_32"])
     push(folder, "tester/model", card=card, api=client(hub), reload=False)
     files = hub.files("tester/model")
     assert hub.repo("tester/model").read(files["README.md"]).decode() == card.text
     assert hub.repo("tester/model").read(files[PICTURE]) == card.pictures[PICTURE]
     assert "weights.json" in files and "run_config.json" in files
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"accuraccy": 1}, r"facts.yaml: unknown key \['accuraccy'\]; accepted: title, encoding"),
-        ({"encoding": "sine"}, "encoding 'sine': accepted are liere, rope_mixed"),
-        ({"dataset": "mnist"}, "dataset 'mnist': accepted are imagenet"),
-        ({"paper_figures": [{"image_size": 224, "accuracy": 69.6, "where": "Table 2"}]}, "69.6% is 0.696"),
-        ({"title": None}, "facts.yaml: title None: accepted is a heading"),
-        ({"model": 3}, "facts.yaml: model 3: accepted is configuration fields"),
-        (
-            {"results": [{"image_size": 224, "accuracy": 0.5, "low": 0.4}]},
-            r"facts.yaml: results: unknown key \['low'\]; accepted: image_size, numbers",
-        ),
-        ({"results": [{"accuracy": 0.5}]}, "facts.yaml: results: image_size None: accepted is a number of pixels"),
-        (
-            {"dataset": {"name": "x", "files": "a.parquet"}},
-            "facts.yaml: dataset: files 'a.parquet': accepted is a list of",
-        ),
-        ({"dataset": {"name": "x", "sise": 3}}, r"facts.yaml: dataset: unknown key \['sise'\]; accepted: name, type"),
-    ],
-)
-def test_facts_that_mean_nothing(tmp_path, change, message):
-    content = {"title": "T", "encoding": "liere", "dataset": "cifar10"} | change
-    (tmp_path / "facts.yaml").write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not None}))
-    with pytest.raises(FactsError, match=message):
-        load_facts(tmp_path / "facts.yaml")
-
-
-def test_facts_that_are_no_yaml(tmp_path, capsys):
-    (tmp_path / "facts.yaml").write_text("title: [\nencoding: liere\n")
-    assert main(["card", str(tmp_path / "facts.yaml")]) == 1
-    error = capsys.readouterr().err
-    assert "facts.yaml is not a readable yaml file, line " in error and error.count("\n") == 1
-
-
-def test_facts_that_do_not_exist():
-    with pytest.raises(FactsError, match="No facts 'liere9'; accepted: a yaml file or one of arrows_absolute"):
-        load_facts("liere9")
 
 
 def test_the_command_prints_a_card(capsys):

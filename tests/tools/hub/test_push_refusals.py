@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 from hub_client import OTHER, READ, WRITE, client, run_as_user
 from huggingface_hub import HfApi
-from published_models import CARD
 from safetensors.torch import load_file, save_file
 from secret_cases import HARMLESS, SECRETS
 
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
-from hf_liere.tools.cli import main
 from hf_liere.tools.hub.cards import Card
 from hf_liere.tools.hub.publishing import publish, push
 from hf_liere.tools.hub.secrets import find_named_secret, readings
-from hf_liere.tools.hub.staging import load_complete, refuse_private
+from hf_liere.tools.hub.staging import refuse_private
 
 
 @pytest.mark.parametrize(
@@ -39,144 +37,6 @@ def test_pushes_that_may_not_be(ready, hub, token, repo_id, message):
     assert hub.repo("tester/model") is None and not hub.count("/commit/")
 
 
-def test_a_folder_without_a_whole_model_is_refused_before_anything_is_sent(saved, hub, tmp_path):
-    folder = tmp_path / "broken"
-    shutil.copytree(saved["image"], folder)
-    tensors = load_file(folder / "model.safetensors")
-    dropped = tensors.pop("classifier.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="classifier.weight"):
-        push(folder, "tester/model", api=client(hub))
-    save_file(tensors | {"classifier.weight": dropped, "extra": dropped + 1}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="extra"):
-        push(folder, "tester/model", api=client(hub))
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="contains no model.safetensors"):
-        push(folder, "tester/model", api=client(hub))
-    with pytest.raises(ValueError, match="not a saved model"):
-        push(saved["base"].parent, "tester/model", api=client(hub))
-    with pytest.raises(ValueError, match="'CLIPModel' is none of our models"):
-        push(saved["base"], "tester/model", api=client(hub))
-    (saved["image"] / "README.md").rename(tmp_path / "card")
-    with pytest.raises(ValueError, match="contains no README.md"):
-        push(saved["image"], "tester/model", api=client(hub))
-    (tmp_path / "card").rename(saved["image"] / "README.md")
-    assert not hub.requests
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def poison(path):
-    tensors = load_file(path)
-    next(value for value in tensors.values() if value.is_floating_point()).view(-1)[0] = float("nan")
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-BROKEN = {
-    "cut off": ("image", "model.safetensors", cut, "cannot be read: it is truncated or no checkpoint"),
-    "empty": (
-        "image",
-        "model.safetensors",
-        lambda path: path.write_bytes(b""),
-        "cannot be read: it is truncated or no checkpoint",
-    ),
-    "no number": ("image", "model.safetensors", poison, "contain values that are infinite or NaN: "),
-    "a folder": (
-        "image",
-        "model.safetensors",
-        lambda path: (path.unlink(), path.mkdir()),
-        "contains no model.safetensors",
-    ),
-    "no configuration": ("image", "config.json", lambda path: path.unlink(), "contains neither config.json nor"),
-    "half a configuration": ("image", "config.json", cut, "config.json is not a json file"),
-    "a list": ("image", "config.json", lambda path: path.write_text("[]"), "config.json contains a list"),
-    "of nothing": ("image", "config.json", lambda path: path.write_text("{}"), "none of our models"),
-    "other shapes": ("image", "config.json", lambda path: widen(path), "does not load as LieREViTForImageCl"),
-    "no processor": ("image", "preprocessor_config.json", lambda path: path.write_text("?"), "is not a json file"),
-    "no text": ("image", "README.md", lambda path: path.write_bytes(b"\xff\xfe\x00"), "README.md is not UTF-8 text"),
-    "no picture": (
-        "image",
-        "README.md",
-        lambda path: path.write_text("![a](b.png)"),
-        "b.png cannot be read",
-    ),
-    "index": ("shards", "model.safetensors.index.json", lambda path: path.write_text("{}"), "names no files of"),
-    "outside": ("shards", "model.safetensors.index.json", lambda path: escape(path), "names no files of"),
-    "a shard less": ("shards", "model-00001-of-00002.safetensors", lambda path: path.unlink(), "no model-00001"),
-    "a link": ("image", "merges.txt", lambda path: leak(path), "merges.txt is a link out of its folder, to "),
-    "weights of others": (
-        "image",
-        "model.safetensors",
-        lambda path: leak(path, "moved"),
-        "is a link out of its folder",
-    ),
-    "a card of others": ("image", "README.md", lambda path: leak(path), "README.md is a link out of its folder, to "),
-    "two models": ("image", "rotary_config.json", lambda path: path.write_text("{}"), "(rotary_config.json): move the"),
-    "two adapters": (
-        "adapter",
-        "adapter_config.json",
-        lambda path: path.write_text("{}"),
-        "(adapter_config.json), whi",
-    ),
-    "adapter cut off": ("adapter", "rotary.safetensors", cut, "cannot be read: it is truncated or no checkpoint"),
-    "adapter, no number": ("adapter", "rotary.safetensors", poison, "infinite or NaN: 0.generators"),
-    "adapter of nothing": (
-        "adapter",
-        "rotary_config.json",
-        lambda path: path.write_text("{}"),
-        "written by save_rotary",
-    ),
-    "adapter of two": ("adapter", "rotary_config.json", lambda path: double(path), "describes 2 vision towers"),
-}
-
-
-def leak(path, how="replaced"):
-    target = path.parent.parent / "outside"
-    if how == "moved":
-        shutil.copy(path, target)
-    else:
-        target.write_text("-----BEGIN OPENSSH PRIVATE KEY-----")
-    path.unlink(missing_ok=True)
-    path.symlink_to(target)
-
-
-def widen(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 96}))
-
-
-def escape(path):
-    path.write_text(json.dumps({"weight_map": {"classifier.bias": "../image/model.safetensors"}}))
-
-
-def double(path):
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"base": content["base"] * 2}))
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_folder_is_one_sentence_and_nothing_is_sent(saved, hub, tmp_path, capsys, case):
-    kind, name, change, message = BROKEN[case]
-    folder = tmp_path / "broken"
-    if kind == "shards":
-        load_complete(SavedModel(saved["image"])).save_pretrained(folder, max_shard_size="80KB")
-        (folder / "README.md").write_text(CARD)
-    else:
-        shutil.copytree(saved[kind], folder)
-    change(folder / name)
-    commands = [["push", str(folder), "tester/model"]]
-    # A card or a processor is nothing that `verify` reads here.
-    if name not in ("README.md", "preprocessor_config.json") and case not in ("no number", "adapter, no number"):
-        commands.append(["verify", str(folder), "tester/model"])
-    for command in commands:
-        capsys.readouterr()
-        assert main(command) == 1
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith(f"hf-liere {command[0]}: ") and message in error
-    assert not hub.requests
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_model_that_changed_since_its_card_was_made_is_refused(saved, hub, tmp_path, name):
     """As if a training run had saved meanwhile."""
@@ -193,15 +53,6 @@ def test_a_model_that_changed_since_its_card_was_made_is_refused(saved, hub, tmp
             push(folder, "tester/model", card=card, api=client(hub))
     with pytest.raises(ValueError, match="has changed since it was first read"):
         push(known, "tester/model", card=card, api=client(hub))
-    assert not hub.requests
-
-
-def test_what_is_no_folder(saved, hub, tmp_path, capsys):
-    (tmp_path / "file").write_text("x")
-    for folder, what in ((tmp_path / "absent", "does not exist"), (tmp_path / "file", "is a file")):
-        for command in ("push", "verify"):
-            assert main([command, str(folder), "tester/model"]) == 1
-            assert f"{folder} {what}; accepted: the folder of a saved model." in capsys.readouterr().err
     assert not hub.requests
 
 

@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from hub_client import OTHER, WRITE, client
+from run_records import edited, written
 from transformers import AutoModelForImageClassification
 
 import hf_liere
@@ -35,77 +37,40 @@ def test_verify_finds_a_repository_with_other_files(saved, hub):
         verify(saved["image"], "tester/model", api=client(hub))
 
 
-def edited(name, **fields):
-    def change(folder):
-        content = json.loads((folder / name).read_text())
-        fields_now = {field: value(content) if callable(value) else value for field, value in fields.items()}
-        (folder / name).write_text(json.dumps(content | fields_now))
-
-    return change
-
-
-def written(name, text):
-    def change(folder):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-
-    return change
-
-
 def elsewhere(content):
     return {name: f"other/code--{reference}" for name, reference in content["auto_map"].items()}
 
 
-LABELS = {"0": "LABEL_2", "1": "LABEL_1", "2": "LABEL_0"}
+configured = partial(edited, "config.json")
+PROCESSOR, TOKENIZER = (
+    "preprocessor_config.json",
+    '{"auto_map": {"AutoTokenizer": ["other/code--code.Tokenizer", null]}}',
+)
+OTHER_CLASS = {"AutoModel": "modeling_liere.LieREViTBackbone"}
 # With which weights, and mostly outputs, are the same: what somebody changes of a copy, and what `verify` says.
-CHANGED = {
-    "code": ("image", written("modeling_liere.py", "raise SystemExit"), "neither this .* has: modeling_liere.py. None"),
-    "code beside": ("adapter", written("custom_generate/generate.py", ""), "has: custom_generate/generate.py. None of"),
-    "code elsewhere": (
-        "image",
-        edited("config.json", auto_map=elsewhere),
-        "refers to code of another repository, other",
-    ),
-    "a pipeline elsewhere": ("image", edited("config.json", custom_pipelines={"x": {"impl": "o/c--m.P"}}), "o/c--m.P;"),
-    "a tokenizer elsewhere": (
-        "image",
-        written("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["other/code--code.Tokenizer", null]}}'),
-        "tokenizer_config.json of .* refers to code of another repository, other/code--code.Tokenizer;",
-    ),
-    "labels": ("image", edited("config.json", id2label=LABELS), 'config.json has id2label {"0": "LABEL_2"'),
-    "coordinates": ("image", edited("config.json", coordinates="unit_width"), 'coordinates "unit_width" for "unit"'),
-    "activation": ("image", edited("config.json", hidden_act="gelu_new"), 'has hidden_act "gelu_new" for "gelu"'),
-    "class": ("image", edited("config.json", architectures=["LieREViTModel"]), "config.json has architectures"),
-    "another class": (
-        "image",
-        edited("config.json", auto_map=lambda old: old["auto_map"] | {"AutoModel": "modeling_liere.LieREViTBackbone"}),
-        "config.json has auto_map",
-    ),
-    "type": ("image", edited("config.json", model_type="vit"), 'config.json has model_type "vit" for "liere_vit"'),
-    "a kernel": (
-        "image",
-        edited("config.json", attn_implementation="other/code"),
-        'attn_implementation "other/code" for',
-    ),
-    "configuration of nothing": ("image", edited("config.json", hidden_size="?"), "config.json there is not a LieRE"),
-    "processor": (
-        "image",
-        edited("preprocessor_config.json", image_mean=[0.1] * 3),
-        "has image_mean .0.1, 0.1, 0.1. for",
-    ),
-    "no processor": (
-        "image",
-        lambda folder: (folder / "preprocessor_config.json").unlink(),
-        "it lacks preprocessor_con",
-    ),
-    "another adapter": ("image", written("adapter_config.json", "{}"), "adapter_config.json would go"),
-    "adapter": ("adapter", edited("rotary_config.json", base=[]), "rotary_config.json has base .. for"),
-}
+CHANGED = [
+    ("image", written("modeling_liere.py", "raise SystemExit"), "neither this .* has: modeling_liere.py. None"),
+    ("adapter", written("custom_generate/generate.py", ""), "has: custom_generate/generate.py. None of"),
+    ("image", configured(auto_map=elsewhere), "refers to code of another repository, other"),
+    ("image", configured(custom_pipelines={"x": {"impl": "o/c--m.P"}}), "o/c--m.P;"),
+    ("image", written("tokenizer_config.json", TOKENIZER), "tokenizer_config.json of .* other/code--code.Tokenizer;"),
+    ("image", configured(id2label={"0": "b", "1": "a", "2": "c"}), 'config.json has id2label {"0": "b"'),
+    ("image", configured(coordinates="unit_width"), 'coordinates "unit_width" for "unit"'),
+    ("image", configured(hidden_act="gelu_new"), 'has hidden_act "gelu_new" for "gelu"'),
+    ("image", configured(architectures=["LieREViTModel"]), "config.json has architectures"),
+    ("image", configured(auto_map=lambda old: old["auto_map"] | OTHER_CLASS), "config.json has auto_map"),
+    ("image", configured(model_type="vit"), 'config.json has model_type "vit" for "liere_vit"'),
+    ("image", configured(attn_implementation="other/code"), 'attn_implementation "other/code" for'),
+    ("image", configured(hidden_size="?"), "config.json there is not a LieRE"),
+    ("image", edited(PROCESSOR, image_mean=[0.1] * 3), "has image_mean .0.1, 0.1, 0.1. for"),
+    ("image", lambda folder: (folder / PROCESSOR).unlink(), "it lacks preprocessor_con"),
+    ("image", written("adapter_config.json", "{}"), "adapter_config.json would go"),
+    ("adapter", edited("rotary_config.json", base=[]), "rotary_config.json has base .. for"),
+]
 
 
-@pytest.mark.parametrize("case", CHANGED)
-def test_verify_names_what_somebody_changed(saved, hub, tmp_path, case):
-    kind, change, message = CHANGED[case]
+@pytest.mark.parametrize("kind, change, message", CHANGED)
+def test_verify_names_what_somebody_changed(saved, hub, tmp_path, kind, change, message):
     copy = tmp_path / "copy"
     stage(SavedModel(saved[kind]), copy)
     change(copy)

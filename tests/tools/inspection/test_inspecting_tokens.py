@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from encoding_cases import perturb
-from inspection_pages import Page, picture
+from inspection_pages import Page
 
 import hf_liere
 from hf_liere.rotation.exponential import skew, skew_entries
@@ -114,11 +114,3 @@ def test_two_models_of_tokens(tmp_path):
     assert main(["inspect", *arguments]) == 0
     with np.load(tmp_path / "report" / "comparison.npz", allow_pickle=False) as arrays:
         assert arrays["generators"].shape == (2,) and 0.03 < arrays["generators"].min() < 0.2
-
-
-def test_images_are_refused(tmp_path, capsys):
-    status, report = inspect(build(), tmp_path, "--image", picture(tmp_path / "a.png"))
-    assert status == 1 and not report.exists()
-    assert "takes tokens with positions: leave out --image and --dataset" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="takes tokens with positions; no images"):
-        analyse(build(), [torch.zeros(1, 3, 16, 16)])
