@@ -20,17 +20,21 @@ def vit(**fields) -> hf_liere.LieREViTForImageClassification:
     return hf_liere.LieREViTForImageClassification(config).eval()
 
 
+def tokens(**fields) -> hf_liere.LieRETokensForTokenClassification:
+    sizes = {name: value for name, value in SMALL.items() if name != "patch_size"}
+    config = hf_liere.LieRETokensConfig(**{**sizes, "feature_size": 2, "num_axes": 3, "num_labels": 3, **fields})
+    return hf_liere.LieRETokensForTokenClassification(config).eval()
+
+
 def save_models(folder: Path) -> dict[str, Path]:
     """Folders by kind: image, video, tokens, backbone, clip (patched and complete), adapter (and its plain base)."""
     torch.manual_seed(0)
     image = hf_liere.LieREViTConfig(**SMALL, image_size=16, num_labels=3, position_encoding="comrope_ld", block_size=4)
     video = hf_liere.LieREVideoConfig(**SMALL, image_size=8, num_frames=4, num_labels=3)
-    tokens = {name: value for name, value in SMALL.items() if name != "patch_size"}
-    tokens = hf_liere.LieRETokensConfig(**tokens, feature_size=2, num_axes=3, num_labels=3)
     models = {
         "image": hf_liere.LieREViTForImageClassification(image),
         "video": hf_liere.LieREVideoForVideoClassification(video),
-        "tokens": hf_liere.LieRETokensForTokenClassification(tokens),
+        "tokens": tokens(),
         "backbone": hf_liere.LieREViTBackbone(hf_liere.LieREViTConfig(**SMALL, image_size=16, out_indices=[1, 2])),
     }
     width = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
