@@ -11,7 +11,7 @@ import yaml
 from conversion_cases import comrope_weights, liere_weights, rope_vit, without
 from patching_cases import SMALL
 from patching_cases import build as build_vision
-from published_models import vit
+from published_models import tokens, vit
 from rope_cases import TEXT
 from rope_cases import build as build_rope
 from run_records import AGREEING, edit, edited, save_run, write_records, written
@@ -349,6 +349,7 @@ IMAGES, GREY = torch.zeros(1, 3, 16, 16), np.full((8, 6, 3), 100, np.uint8)
     (lambda: analyse(broken()), "LieREViTModel contains NaN or infinity in rotary_encoding.generators"),
     (lambda: attention_maps(build_vision("vit_mae")[0], IMAGES), "every patch among the tokens"),
     (lambda: analyse(bert()), "no patch embedding"),
+    (lambda: analyse(tokens(), [IMAGES]), "takes tokens with positions; no images"),
     (lambda: overlay(GREY, torch.zeros(2, 2, 2)), r"\(2, 2, 2\)"),
     (lambda: overlay(GREY / 255, torch.zeros(2, 2)), "float64"),
     (lambda: overlay(GREY, torch.zeros(2, 2), opacity=2), "opacity=2"),

@@ -13,6 +13,7 @@ from hub_client import client, history, run_as_user
 from PIL import Image
 from published_models import CARD
 from pulling_user import outputs
+from run_records import write_records
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -140,13 +141,8 @@ def test_a_commit_that_does_not_load_is_no_success(ready, saved, hub):
 def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(saved["image"], folder)
-    for name in (
-        "optimizer.pt",
-        "training_args.bin",
-        "trainer_state.json",
-        "notes.txt",
-        "checkpoint-8/model.safetensors",
-    ):
+    stray = "optimizer.pt training_args.bin trainer_state.json notes.txt checkpoint-8/model.safetensors"
+    for name in stray.split():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"stray")
     (folder / "eval_results.json").write_text("{}")
@@ -197,14 +193,25 @@ def test_a_model_that_was_loaded_from_the_hub_brings_its_own_code(saved, hub, tm
     assert {f"{reference.partition('.')[0]}.py" for reference in auto_map.values()} <= set(files)
 
 
-def test_a_converted_checkpoint_is_published_with_its_own_card(hub, tmp_path):
-    source = tmp_path / "last.safetensors"
-    save_file(liere_weights(), source)
-    convert_checkpoint(source, tmp_path / "converted", "liere")
-    assert main(["push", str(tmp_path / "converted"), "tester/model", "--no_reload"]) == 0
+@pytest.fixture
+def converted(tmp_path):
+    save_file(liere_weights(), tmp_path / "last.safetensors")
+    convert_checkpoint(tmp_path / "last.safetensors", tmp_path / "converted", "liere")
+    return tmp_path / "converted"
+
+
+def test_a_converted_checkpoint_is_published_with_its_own_card(hub, converted):
+    assert main(["push", str(converted), "tester/model", "--no_reload"]) == 0
     card = hub.repo("tester/model").read(hub.files("tester/model")["README.md"]).decode()
     assert "they are converted from the file `last.safetensors`" in card
     assert "preprocessor_config.json" in hub.files("tester/model")
+
+
+def test_a_converted_checkpoint_that_was_evaluated_is_still_called_converted(converted, tmp_path):
+    write_records(tmp_path / "evaluation", SavedModel(converted).digest, accuracy=0.5, size=16)
+    text = push_card(SavedModel(converted), "me/x", evaluations=[tmp_path / "evaluation"]).text
+    assert "they are converted from the file `last.safetensors`" in text and "split `test`" in text
+    assert "Licence and terms are those of the source" in text
 
 
 def test_an_existing_public_repository_is_not_taken_for_private(saved, hub):
@@ -240,24 +247,3 @@ def test_the_code_of_every_card_runs(saved, hub, tmp_path):
     output, _ = run_as_user(["-c", code], hub, home)
     assert len(re.findall(r"^LABEL_\d: \d+\.\d%$", output, re.M)) == 6
     assert "feature_maps" in output and "torch.Size([1, 24])" in output
-
-
-def test_a_converted_checkpoint_that_was_evaluated_is_still_called_converted(tmp_path):
-    source = tmp_path / "last.safetensors"
-    save_file(liere_weights(), source)
-    convert_checkpoint(source, tmp_path / "converted", "liere")
-    digest = SavedModel(tmp_path / "converted").digest
-    evaluation = tmp_path / "evaluation"
-    evaluation.mkdir()
-    size = json.loads((tmp_path / "converted" / "preprocessor_config.json").read_text())["size"]["height"]
-    used = {"name": "uoft-cs/cifar10", "split": "test", "samples": 10}
-    run = {"examples": {"train": None, "evaluation": used}, "image_size": [size, size]}
-    for name, content in (
-        ("run_config.json", run),
-        ("weights.json", {"sha256": digest}),
-        ("eval_results.json", {"eval_accuracy": 0.5, "eval_samples": 10}),
-    ):
-        (evaluation / name).write_text(json.dumps(content))
-    text = push_card(SavedModel(tmp_path / "converted"), "me/x", evaluations=[evaluation]).text
-    assert "they are converted from the file `last.safetensors`" in text and "split `test`" in text
-    assert "Licence and terms are those of the source" in text

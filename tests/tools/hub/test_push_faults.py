@@ -1,7 +1,7 @@
 """Pushes over a bad connection, to a Hub that is down, and beside pushes of others."""
 
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hub_client import WAITS, client, history, start
@@ -84,23 +84,14 @@ def test_a_commit_of_someone_else_in_between_is_reported(ready, hub, tmp_path):
     (other / "LICENSE").write_text("terms")
     (ready / "README.md").write_text(CARD + "\nChanged.\n")
     hub.fail(COMMIT, delay=2, times=1)
-    errors = []
-
-    def slow():
-        try:
-            publish(ready, "tester/model", message="Slow", api=client(hub))
-        except HubError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=slow)
-    thread.start()
-    while not hub.faults[0].hits:
-        pass
-    publish(other, "tester/model", message="In between", api=client(hub))
-    thread.join()
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(publish, ready, "tester/model", message="Slow", api=client(hub))
+        while not hub.faults[0].hits:
+            pass
+        publish(other, "tester/model", message="In between", api=client(hub))
     assert history(hub) == ["First", "In between"]
-    assert isinstance(errors[0], ConcurrentCommitError)
-    assert "'In between' by tester" in str(errors[0]) and "Nothing was written" in str(errors[0])
+    with pytest.raises(ConcurrentCommitError, match="'In between' by tester.*Nothing was written"):
+        slow.result()
     with pytest.raises(ConcurrentCommitError, match="has moved on from commit"):
         publish(ready, "tester/model", message="Slow", parent_commit=first.commit, api=client(hub))
 
@@ -109,20 +100,16 @@ def test_a_lost_response_and_someone_else_right_after(ready, hub, tmp_path):
     """Our commit is in the history, though no longer the newest: it did happen."""
     hub.fail(COMMIT, lost=True)
     hub.fail("/commits/main", delay=2)
-    result = []
-    thread = threading.Thread(
-        target=lambda: result.append(publish(ready, "tester/model", message="Ours", api=client(hub)))
-    )
-    thread.start()
-    while not history(hub):
-        pass
     other = tmp_path / "other"
     other.mkdir()
     (other / "LICENSE").write_text("terms")
-    publish(other, "tester/model", message="Theirs", api=client(hub))
-    thread.join()
+    with ThreadPoolExecutor() as threads:
+        ours = threads.submit(publish, ready, "tester/model", message="Ours", api=client(hub))
+        while not history(hub):
+            pass
+        publish(other, "tester/model", message="Theirs", api=client(hub))
     assert history(hub) == ["Ours", "Theirs"]
-    assert result[0].commit != hub.repo("tester/model").resolve("main")
+    assert ours.result().commit != hub.repo("tester/model").resolve("main")
 
 
 SAVE_AGAIN_AND_AGAIN = """
@@ -178,17 +165,8 @@ def test_two_processes_at_once(saved, hub, tmp_path):
     processes = []
     for home, kind in zip(homes, ("image", "backbone")):
         home.mkdir()
-        command = [
-            "-m",
-            "hf_liere.tools.cli",
-            "push",
-            str(saved[kind]),
-            "tester/model",
-            "--no_reload",
-            "--message",
-            kind,
-        ]
-        processes.append(start(command, hub, home))
+        command = f"-m hf_liere.tools.cli push {saved[kind]} tester/model --no_reload --message {kind}"
+        processes.append(start(command.split(), hub, home))
     results = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert sorted(code for *_, code in results) == [0, 1], results
     winner = ("image", "backbone")[[code for *_, code in results].index(0)]

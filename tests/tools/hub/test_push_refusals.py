@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hub_client import OTHER, READ, WRITE, client, run_as_user
 from huggingface_hub import HfApi
+from run_records import edit
 from safetensors.torch import load_file, save_file
 from secret_cases import HARMLESS, SECRETS
 
@@ -45,7 +46,7 @@ def test_a_model_that_changed_since_its_card_was_made_is_refused(saved, hub, tmp
     known, card = SavedModel(folder), Card(f"Weights: SHA-256 `{SavedModel(folder).digest}`")
     assert known.digest and known.architecture == "LieREViTForImageClassification"
     if name == "config.json":
-        (folder / name).write_text(json.dumps(known.configuration | {"id2label": {"0": "a", "1": "b", "2": "c"}}))
+        edit(folder / name, id2label={"0": "a", "1": "b", "2": "c"})
     else:
         tensors = load_file(folder / name)
         save_file(tensors | {"classifier.bias": tensors["classifier.bias"] + 1}, folder / name, {"format": "pt"})

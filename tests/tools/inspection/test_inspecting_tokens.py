@@ -7,19 +7,12 @@ import pytest
 import torch
 from encoding_cases import perturb
 from inspection_pages import Page
+from published_models import tokens
 
-import hf_liere
 from hf_liere.rotation.exponential import skew, skew_entries
 from hf_liere.tools.cli import main
 from hf_liere.tools.inspection.analysis import analyse
 from hf_liere.tools.inspection.encodings import representation_error
-
-
-def build(**fields):
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    return hf_liere.LieRETokensForTokenClassification(
-        hf_liere.LieRETokensConfig(**{**sizes, "feature_size": 5, "num_axes": 3, **fields})
-    ).eval()
 
 
 def inspect(model, folder, *arguments):
@@ -36,7 +29,7 @@ def text_of(report):
 @torch.no_grad()
 def test_the_error_of_a_representation(fields):
     """[sL_x, sL_y] − sL_z = (s² − s) L_z, so it is |s − 1|; another basis of the channels changes nothing."""
-    model = build(rotary_init="so3", **fields)
+    model = tokens(rotary_init="so3", **fields)
     encoding = model.liere.rotary_encoding
     generators, size = encoding.generators, encoding.block_size
     # Generators of norms up to 25 are rounded to float32.
@@ -57,13 +50,13 @@ def test_the_error_of_a_representation(fields):
 
 
 def test_only_starts_at_so3_are_measured_against_it():
-    assert representation_error(build().liere.rotary_encoding) is None
-    assert analyse(build(position_encoding="rope_mixed")).encoding.representation is None
+    assert representation_error(tokens().liere.rotary_encoding) is None
+    assert analyse(tokens(position_encoding="rope_mixed")).encoding.representation is None
 
 
 @pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_report_says_how_far_generators_are_from_a_representation(tmp_path, trained):
-    model = build(rotary_init="so3", spins=[0, 1, 2])
+    model = tokens(rotary_init="so3", spins=[0, 1, 2])
     if trained:
         perturb(model, 0.05)
     status, report = inspect(model, tmp_path)
@@ -82,7 +75,7 @@ def test_the_report_says_how_far_generators_are_from_a_representation(tmp_path, 
 
 @pytest.mark.slow
 def test_frequencies_are_per_unit_of_the_position(tmp_path):
-    status, report = inspect(build(position_encoding="rope_mixed", num_axes=2, position_scale=[0.5, 2.0]), tmp_path)
+    status, report = inspect(tokens(position_encoding="rope_mixed", num_axes=2, position_scale=[0.5, 2.0]), tmp_path)
     assert status == 0 and "radians per unit of the position." in text_of(report)
     with np.load(report / "analysis.npz", allow_pickle=False) as arrays:
         scaled, plain = (arrays[f"encoding.frequencies.{name}"] for name in ("per_patch", "per_coordinate"))
@@ -99,7 +92,7 @@ def test_frequencies_are_per_unit_of_the_position(tmp_path):
     ],
 )
 def test_models_of_tokens_with_any_encoding(tmp_path, fields):
-    status, report = inspect(build(**fields), tmp_path)
+    status, report = inspect(tokens(**fields), tmp_path)
     assert status == 0 and "positions of tokens form no grid" in text_of(report)
     assert ("no rotations of this package" in text_of(report)) == (fields["position_encoding"] == "none")
 
@@ -107,7 +100,7 @@ def test_models_of_tokens_with_any_encoding(tmp_path, fields):
 @pytest.mark.slow
 def test_two_models_of_tokens(tmp_path):
     """Training from a start moves the generators by the distance that the page shows."""
-    start = build(rotary_init="so3")
+    start = tokens(rotary_init="so3")
     start.save_pretrained(tmp_path / "start")
     perturb(start, 0.05).save_pretrained(tmp_path / "trained")
     arguments = [str(tmp_path / "start"), "--compare", str(tmp_path / "trained"), "--output", str(tmp_path / "report")]
