@@ -37,9 +37,10 @@ FIELDS = f"""# Fields with choices
 
 {MADE}
 
-These are the fields of all configurations, with the values that they accept. Each is also a flag of the scripts in
-`training/` (`--block_size 8`). `None` means that the encoding or the model decides. The [classes](../api/models.md)
-explain each field in full, and `print(config)` shows the fields that are not the default.
+What you choose comes first, then what only [training](#training) uses, and what only
+[compatibility](#compatibility) with other models needs. Each field is also a flag of the scripts in `training/`
+(`--block_size 8`). `None` means that the encoding or the model decides. The [classes](../api/models.md) explain each
+field in full, and `print(config)` shows the fields that are not the default.
 
 ## Encodings
 
@@ -66,6 +67,7 @@ MEANINGS = {
     "position_shift": "In training, largest common shift of all patches, in halves of the input (DINOv3)",
     "position_jitter": "In training, largest factor that stretches each axis (DINOv3)",
     "position_rescale": "In training, largest factor that stretches all axes (DINOv3)",
+    "unrotated_share": "Share of planes that do not rotate in the spectrum of `rope_theta`",
     "final_norm": "What the last layer norm is applied to: all tokens, the pooled output, or nothing",
     "pooling": "What a classifier reads: class token, mean of patches, or mean of all tokens",
     "position_table_size": "Entries of the learned table on each axis; `None` means one for each training patch",
@@ -80,6 +82,25 @@ OPEN = {
     "keep_absolute": tuple(KEEP_ABSOLUTE),
 }
 KINDS = {int: "whole number", float: "number", str: "text", list: "list", tuple: None, type(None): None}
+# Fields that one rarely chooses, with what they are for.
+GROUPS = {
+    "Training": (
+        "Displacements of positions, dropouts, and how weights start.",
+        (
+            *("position_perturbation", "position_shift", "position_jitter", "position_rescale", "patch_dropout_prob"),
+            *("hidden_dropout_prob", "mlp_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"),
+            *("initializer_range", "layerscale_value"),
+        ),
+    ),
+    "Compatibility": (
+        "For checkpoints of other code, such as those of the papers. Conversions and folding set them.",
+        (
+            *("unrotated_share", "axial_layout", "hidden_act", "token_initializer_range", "layer_norm_eps", "qkv_bias"),
+            *("use_pre_layernorm", "final_norm", "classifier_hidden_size", "position_table_size", "prefix_coordinate"),
+            *("position_table_resize", "apply_layernorm", "reshape_hidden_states", "folded_grids"),
+        ),
+    ),
+}
 SECTIONS = (
     ("Position encoding", RotaryFields, "models, patches and the layer"),
     ("Coordinates of patches", GridFields, "models of images and videos, and patches"),
@@ -149,13 +170,26 @@ def make_fields() -> str:
         starts = names(encoding.accepted_starts()) or "nothing is learned"
         lines.append(f"| `{name}` | {size} | {starts} | {names([encoding.coordinates])} | {relative} |")
     page = FIELDS + "\n".join(lines) + "\n"
+    grouped = {name: group for group, (_, names) in GROUPS.items() for name in names}
+    rows: dict[str, list[str]] = {title: [] for title in (*(title for title, _, _ in SECTIONS), *GROUPS)}
     for title, owner, where in SECTIONS:
         hints, meanings = inspect.get_annotations(owner), describe_arguments(owner) | MEANINGS
-        page += f"\n## {title}\n\nIn {where}:\n\n| field | accepts | default | meaning |\n|---|---|---|---|\n"
         for field in own_fields(owner):
             values = accepted(field.name, hints[field.name], owner)
-            page += f"| `{field.name}` | {cell(values)} | {names([field.default])} | {cell(meanings[field.name])} |\n"
+            cells = [f"`{field.name}`", cell(values), names([field.default]), cell(meanings[field.name])]
+            group = grouped.get(field.name, title)
+            rows[group].append(f"| {' | '.join(cells if group == title else [*cells, where])} |")
+    for title, _, where in SECTIONS:
+        if rows[title]:
+            page += f"\n## {title}\n\nIn {where}:\n\n" + table(["field", "accepts", "default", "meaning"], rows[title])
+    for group, (purpose, _) in GROUPS.items():
+        head = ["field", "accepts", "default", "meaning", "in"]
+        page += f"\n## {group}\n\n{purpose}\n\n" + table(head, rows[group])
     return page
+
+
+def table(head: list[str], rows: list[str]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 
 
 def make_commands() -> str:

@@ -374,7 +374,7 @@ def make_page(record: dict) -> str:
     sizes = {"types": len(rows), "built": len(built), "rotating": len(rotating), **counts}
     run = sum(is_run(row, "planes") for row in rotating)
     lines = [INTRODUCTION.format(version=record["transformers"], run=run, **sizes)]
-    lines += [":::{container} searchable", "", "| model type | class | axes | frequencies | blocks | why refused |"]
+    lines += [":::{container} searchable", "", "| model type | frequencies | blocks | axes | class | why refused |"]
     lines += ["|---|---|---|---|---|---|", *map(make_row, rotating), "", ":::"]
     lines += ["", "## Refused in other configurations, or as parts", "", "| what | why |", "|---|---|"]
     lines += [f"| {what} | {why} |" for what, why in OTHERS.items()]
@@ -399,7 +399,7 @@ def make_row(row: dict) -> str:
     alike = len(reasons) == 2 and len(set(reasons.values())) == 1
     why = reasons["planes"] if alike else "; ".join(different)
     axes = ", ".join(str(axes) for _, axes, _ in row.get("towers", []))
-    cells = row["type"], row["class"], axes or "–", *(describe(row, name) for name in CONFIGS), why
+    cells = row["type"], *(describe(row, name) for name in CONFIGS), axes or "–", row["class"], why
     return f"| {' | '.join(cells)} |"
 
 
