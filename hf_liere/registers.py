@@ -39,7 +39,7 @@ class Register(dict):
 
     def register(self, name: str, part: Any) -> None:
         """
-        Add what a user defined; again after a change.
+        Registers a user's class or function. Registering it again, after an edit, replaces it.
 
         Raises:
             ValueError: if the name is not an identifier, or names something else.

@@ -205,8 +205,8 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
 
 def fold_encoding(encoding: RotaryEncoding, config, rotations: dict[tuple, Iterable[Rotation]]) -> RotaryEncoding:
     """
-    The rotations of an encoding, and of the tokens of some grids, without exponentials and bases, for its configuration
-    with `folded_grids`, see [`build_encoding`].
+    Builds the folded form of an encoding, for its configuration with `folded_grids`: constants for the given grids, or
+    frequencies without a basis, see [`build_encoding`].
     """
     constant = needs_exponential(config)
     if not (constant or encoding.in_basis):

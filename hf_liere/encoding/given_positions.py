@@ -25,9 +25,9 @@ def place_given(
     visible: torch.Tensor | None = None,
 ) -> TokenPositions:
     """
-    Positions of all tokens from the user's coordinates of `num_tokens` input tokens, or of all tokens. Coordinates of
-    hidden tokens, false in (B, N) `visible`, are ignored. Raises `ValueError` as [`check_shape`] and
-    [`check_coordinates`], or if the model does not use positions.
+    Checks and scales the user's coordinates of `num_tokens` input tokens, or of all tokens, and adds class and register
+    tokens. Coordinates of hidden tokens, false in (B, N) `visible`, are ignored. Raises `ValueError` as [`check_shape`]
+    and [`check_coordinates`], or if the model does not use positions.
     """
     if not config.uses_positions:
         raise ValueError(f"positions were given, but position_encoding={config.position_encoding!r} has no rotations.")

@@ -158,7 +158,7 @@ class EncodingTraits:
             frequencies; `"blocks"`, by its parameters; or the reason why it cannot start at those of any RoPE.
         fields: Fields of the configuration for this encoding alone, with their defaults.
         in_basis: Whether rotations act in bases that fold into weights, see [`commuting_encodings.EncodingInBasis`].
-        check: What refuses a new encoding of a user.
+        check: Checks a user's encoding when it is added; raises if it is malformed.
         title: The name in `description`.
         learned: Whether it has parameters.
         planar: Whether it rotates planes of neighbouring channels.

@@ -64,7 +64,7 @@ class RotationCache:
     def rotations(
         self, encoding, positions: TokenPositions, dtype: torch.dtype | None, layers: slice
     ) -> Iterable[Rotation]:
-        """`encoding.layer_rotations(positions, dtype, layers)`, or in inference what was stored of a grid."""
+        """Returns the rotations of `layers`; in inference, those that were stored for this grid."""
         facts = None if encoding.training or torch.is_grad_enabled() else positions.facts
         if facts is None:
             return encoding.layer_rotations(positions, dtype, layers)

@@ -237,7 +237,7 @@ class GridFields:
 
 
 def rotated_prefix(config, coordinate: float = 0.5) -> float:
-    """The coordinate of rotated class and register tokens on every axis: 0 if that is the centre, or the given one."""
+    """Returns the coordinate of rotated class and register tokens: 0 if inputs are centred at 0, else `coordinate`."""
     convention = convention_of(config)
     return 0.0 if convention is not None and convention.centre == 0 else coordinate
 
@@ -270,7 +270,7 @@ def check_format_version(version: int, newest: int) -> None:
 
 
 def refuse_unused(config, neutral: dict[str, Any], is_used: bool, owner: str) -> None:
-    """Raises `ValueError` for fields with other values than the neutral ones if nothing uses them."""
+    """Raises `ValueError` if a field that nothing uses differs from its neutral value."""
     given = {name: found for name, value in neutral.items() if (found := getattr(config, name, value)) != value}
     if given and not is_used:
         fields = ", ".join(f"{name}={value!r}" for name, value in given.items())

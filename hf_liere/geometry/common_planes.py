@@ -40,7 +40,7 @@ class CommonPlanes(NamedTuple):
 
 @torch.no_grad()
 def find_common_planes(generators: torch.Tensor) -> CommonPlanes:
-    """Of (A, …, b, b) skew-symmetric matrices in the working type; for b = 2 the basis is the identity."""
+    """Finds the common planes of (A, …, b, b) skew-symmetric matrices; for b = 2 the basis is the identity."""
     axes, size = len(generators), generators.shape[-1]
     norms = generators.flatten(-2).norm(dim=-1)  # (A, …)
     # Planes that differ have different frequencies in almost every combination of the axes; the best of three.

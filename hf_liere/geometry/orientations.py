@@ -18,7 +18,7 @@ from ..rotation.exponential import skew
 TOLERANCE = 1e-3
 # Where the real part w is in a quaternion.
 REAL_PART = {"wxyz": 0, "xyzw": 3}
-# What may be wrong with given (…) elements: a phrase with a place for the value that shows it, these values, and where.
+# (message template, offending values, mask of the offending elements), each of shape (…).
 Fault = tuple[str, torch.Tensor, torch.Tensor]
 
 

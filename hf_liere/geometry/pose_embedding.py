@@ -380,7 +380,7 @@ def _name(options: dict[str, float]) -> str:
 def _as_batch(
     name: str, given: torch.Tensor, shape: tuple[int, ...], poses: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(1 or B, N, …) from (B, N, …) or (N, …) matrices, or bools if `shape` is (), as many as there are `poses`."""
+    """Broadcasts one matrix, or bool if `shape` is (), per token to (1 or B, N, …): one for each of the `poses`."""
     require_tensors(**{name: given})
     batch = given.unsqueeze(0) if given.ndim == 1 + len(shape) else given
     if batch.ndim != 2 + len(shape) or batch.shape[2:] != shape or not batch.shape[1]:

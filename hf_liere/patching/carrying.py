@@ -27,8 +27,8 @@ def carry(turn: Turn, numbers: torch.Tensor, is_joined: bool = False) -> Turn:
 
 def take_off(carrier: Turn, receiver: str, channels: int, *counts: int) -> tuple[Turn, torch.Tensor]:
     """
-    The inverse of [`carry`] for D channels and C among `counts`, the first one if tokens were joined: the rotation, and
-    the numbers. Raises `RuntimeError` if the `receiver` got none.
+    Undoes [`carry`]: returns D channels of cos and sin, and C carried numbers. C is one of `counts`, the first if the
+    model joined tokens. Raises `RuntimeError` if the `receiver` got none.
     """
     first = carrier if isinstance(carrier, torch.Tensor) else carrier[0]
     count = first.shape[-1] - channels

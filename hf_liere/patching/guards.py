@@ -50,7 +50,7 @@ class Guard:
         self.is_on = False
         if self.replaced is not None:
             parent, name, replacement = self.replaced
-            # Below a wrapper of another library it stays, and does nothing.
+            # If another library has wrapped it since, leave it in place; it does nothing.
             if getattr_static(parent, name) is replacement:
                 _put(parent, name, replacement, replacement.__wrapped__)
                 self.replaced = None

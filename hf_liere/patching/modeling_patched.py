@@ -36,7 +36,7 @@ from .tower_patch import TowerPlan, detach, patched_towers
 from .vision_patch import plan_towers
 
 
-# Of the mixin, whose classes have another base as well.
+# For type checkers: classes combine the mixin with a `PreTrainedModel`.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as ModelBase
 else:
@@ -290,7 +290,7 @@ def unpatch_in_place(model: nn.Module) -> None:
 
 
 def _find_target(model: PreTrainedModel, target: str | None) -> str | None:
-    """The name here of a target that another class of the family saved, with another head or without one."""
+    """Translates a saved `target`: names of modules differ between classes with a head and without one."""
     if target is None:
         return None
     names, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."

@@ -131,7 +131,7 @@ class PlainRope:
 def _write(config: PreTrainedConfig, parameters: dict) -> None:
     config.rope_parameters = parameters
     if hasattr(config, "original_max_position_embeddings"):
-        # It goes before that of the parameters. Engines scale attention by its ratio to the other.
+        # It takes precedence over the one in `rope_parameters`; engines scale attention by the ratio of the two.
         config.original_max_position_embeddings = config.max_position_embeddings
 
 

@@ -263,5 +263,5 @@ def rotate_states(tower: nn.Module, layer: int, name: str, module: nn.Module, ar
     if None not in indices:
         call = rotation.calls.setdefault(name, 0)
         rotation.calls[name] += 1
-    # One of its other calls may make something else.
+    # Other calls of this module may make neither queries nor keys.
     return tower.rotary_encoding.rotate(rotation, layer, indices[call], output) if call in indices else None

@@ -72,8 +72,8 @@ class RopePlanes(Tables):
 
 class PretrainedRope(LearnedRotations):
     """
-    The common base of rotations of a [`RopeTower`], learned in its attention modules with the indices `layers`: what
-    travels to these modules.
+    Base class of the learned rotations of a [`RopeTower`]. Decides what rotary modules pass on to the attention layers
+    with the indices `layers`.
 
     Attributes:
         place: The place in `layers` of every attention module that learns, and of those that read its keys.

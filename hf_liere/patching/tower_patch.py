@@ -17,7 +17,7 @@ from ..probing.module_inspection import device_of, forward_arguments, projection
 from ..rotation.bases import shared_eigenbases
 
 
-# Whole graphs cannot change a `ContextVar`, nor read what a class derived from this one has as a default.
+# Full graphs can neither set a `ContextVar` nor read class attributes of a subclass of `threading.local`.
 _running = threading.local()
 AnyPass = TypeVar("AnyPass", bound="Pass")
 

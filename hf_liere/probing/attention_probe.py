@@ -189,7 +189,7 @@ class Probe:
             )  # 2 × (…, N, width)
             options |= {name: keys for name in ("key", "value") if takes(module, name)}
             for name in required_arguments(module):
-                # Those of an encoder or of tokens before, and no mask.
+                # States of an encoder or of a cache get the keys; masks get `None`.
                 options.setdefault(name, keys if name.endswith("_states") else None)
             config = getattr(module, "config", None)
             if config is None:

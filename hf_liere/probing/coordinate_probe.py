@@ -133,8 +133,8 @@ def _values(rope: nn.Module) -> dict[str, torch.Tensor]:
 
 def first_that_works(call: Callable[[Any], Any], ways: Iterable) -> Any:
     """
-    What `call` returns for the first of some ways with which it does not fail and returns something; else `None`. With
-    other arguments than those of its model, code of any kind fails in any way.
+    Tries ways to call in order, and returns the first result that is not `None` and does not raise; else `None`.
+    Foreign code may raise anything when it is called with unexpected arguments.
     """
     for way in ways:
         with contextlib.suppress(Exception):

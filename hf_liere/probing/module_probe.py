@@ -51,11 +51,11 @@ class NotARotation(ValueError):
 
 
 class DependsOnLength(NotARotation):
-    """It does at one length, so that no other way to call it would be right."""
+    """The module rotates as it should at one length and not at others: other calls need not be tried."""
 
 
 class TensorSizes(TorchDispatchMode):
-    """Remembers how large the largest tensor is that is made."""
+    """Records the size of the largest tensor that is created in this context."""
 
     largest = 0
 
@@ -198,7 +198,7 @@ def _check_lengths(
 
 
 def _try_to_read(read: Reader, positions: torch.Tensor, pairs: Pairing) -> Table | None:
-    """`None` for a module whose own table ends before."""
+    """Returns `None` if the table of the module is too short."""
     try:
         return read(positions, pairs)
     except NotARotation:
@@ -307,8 +307,8 @@ def _read_grid(module: Any, sizes: Sizes) -> tuple[list[float], Reader]:
 
 def _read_table(result: Any, tokens: int, sizes: Sizes, pairing: Pairing) -> Table:
     """
-    The table from cos and sin, in any order or after each other, complex numbers or angles, of so many tokens, the
-    first at position 0.
+    Builds a table from what a module returns for tokens from position 0: cos and sin (in either order, or
+    concatenated), complex numbers, or angles.
     """
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()
     if is_complex:
@@ -390,7 +390,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _copy_used(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy that shares the weights of a whole model, of which a function calls but a part."""
+    """Copies a module and shares its large weights, for functions that call a part of a whole model."""
     weights = value.parameters() if isinstance(value, nn.Module) else ()
     memo.update({id(weight): weight for weight in weights if weight.numel() > 2**20})
     return copy_module(value, memo)

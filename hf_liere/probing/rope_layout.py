@@ -32,7 +32,7 @@ from .module_inspection import cache_name, find_indexers, forward_arguments, for
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# By name of a tower, and then of a module inside, the names of rotary modules.
+# tower → module inside → names of rotary modules.
 RopeNames: TypeAlias = dict[str, dict[str, list[str]]]
 
 
@@ -143,8 +143,8 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
 
 def group_ropes(modules: dict[str, nn.Module]) -> RopeNames:
     """
-    By name of a tower, and then of each module around rotary modules, the names of these. Where every layer of a stack
-    has a rotary module, the module around the stack is the tower.
+    Maps tower → enclosing module → names of its rotary modules. Where every layer of a stack has a rotary module, the
+    module around the stack is the tower.
     """
     around: dict[str, list[str]] = {}
     for name in [name for name, module in modules.items() if name and frequency_buffers(module)]:
@@ -167,8 +167,8 @@ def group_ropes(modules: dict[str, nn.Module]) -> RopeNames:
 
 def _find_served(modules: dict[str, nn.Module], towers: RopeNames) -> RopeNames:
     """
-    By name of a tower, and then of an attention module, the names of the rotary modules that may serve it: those of the
-    innermost module around, or its own.
+    Maps tower → attention module → names of the rotary modules that may serve it: its own, or those of the innermost
+    enclosing module.
     """
     owners = {owner: tower for tower, found in towers.items() for owner in found}
     served: RopeNames = {tower: {} for tower in towers}

@@ -57,8 +57,8 @@ def find_pairs(probe: Probe) -> Pairs:
 @torch.no_grad()
 def find_key_sources(tower: RopeTower) -> dict[int, int]:
     """
-    By index of an attention module of a tower that reads the keys of an earlier one, the index of that one. Raises
-    `ValueError` if one that may do so cannot be called, or reads keys that none of them makes.
+    Maps each attention layer that reads the keys of an earlier layer to that layer, by their indices. Raises
+    `ValueError` if a layer that may do so cannot be called, or reads keys that no layer makes.
     """
     shared = SharedStates()
     for layer, (name, attention) in enumerate(tower.attentions):
@@ -100,7 +100,7 @@ class PassThrough(nn.Module):
 
     def __init__(self, original: nn.Module):
         super().__init__()
-        # Not as a module inside.
+        # Bypass `nn.Module`, so that the original is not registered as a submodule.
         self.__dict__.update(original=original, calls=[])
 
     def __getattr__(self, name: str):
@@ -196,8 +196,8 @@ def _changes_outputs(probe: Probe) -> bool | None:
 
 def _reads_nothing(probe: Probe) -> bool:
     """
-    Whether a module does not read cos and sin, as a layer around linear attention. The modules inside pass their input
-    through here, because some run on a GPU alone; where the module does not get along with that, the answer is no.
+    Returns whether a layer ignores cos and sin, as layers around linear attention do. Inner modules are replaced by
+    the identity, because some need a GPU; if that breaks the layer, the answer is `False`.
     """
     copied = _pass_through(probe.attention, "", [], {})
     pair, parameters = UnreadPair(probe.quarter), forward_arguments(copied)

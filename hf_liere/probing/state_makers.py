@@ -89,8 +89,8 @@ class RotatedChannels(Tables):
 @torch.no_grad()
 def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
     """
-    The modules whose outputs become the rotated channels of queries and keys unchanged; of queries alone where another
-    attention module makes the keys. Raises `ValueError` if there is none, or if it makes the channels of a token from
+    Finds the modules whose outputs become the rotated channels of queries and keys unchanged, or of queries alone if
+    another layer makes the keys. Raises `ValueError` if there is none, or if it makes the channels of a token from
     several tokens or several times.
     """
     if probe.has_other_keys():
@@ -120,8 +120,8 @@ def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
 
 class _Numbers:
     """
-    Every value that a module inside an attention module returns gets a number; in call k of the attention module, all
-    return the k-th digit of these, negative, and in the first call ones.
+    Numbers every value that inner modules return, then calls the attention module once per digit: inner modules
+    return ones in call 0, and minus the k-th digit in call k.
     """
 
     def __init__(self, probe: Probe):

@@ -192,7 +192,7 @@ class BlockRotation(NamedTuple):
         return [BlockRotation(part) for part in self.blocks.split(lengths, dim=2)]
 
     def num_planes(self) -> int:
-        """0: blocks are multiplied as matrices."""
+        """Returns 0, because blocks are multiplied as matrices."""
         return 0
 
     def matrices(self) -> torch.Tensor:

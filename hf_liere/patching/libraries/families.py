@@ -115,7 +115,7 @@ def _few_ids(model: Any) -> dict:
     return {"ids": torch.arange(5 * axes).view(5, axes) % 7}
 
 
-# As many on every axis as no patch has.
+# 8 latents on every axis: more than a patch has.
 FEW_LATENTS = {"hidden_states": torch.zeros(1, 1, 8, 8, 8)}
 STREAMS = (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn"))
 FLUX = DiffusionFamily(

@@ -124,8 +124,8 @@ def planes_along(planes: Planes, axis: int) -> list[tuple[float, int]]:
 
 def find_coordinates(turn: Turn, planes: Planes) -> torch.Tensor:
     """
-    (…, N, A) coordinates from a model's own rotation: every axis from its slowest plane, whose angle is below half a
-    turn, and then from faster ones, whose whole turns are known by then.
+    Recovers (…, N, A) coordinates from a model's cos and sin. On each axis the slowest plane turns less than half a
+    turn, so it is unambiguous; faster planes refine it.
     """
     cos, sin = split_cos_sin(turn)
     dtype, places = working_dtype(cos.device), []
@@ -216,7 +216,7 @@ class StateRotations(Tables, LearnedRotations):
         self.encoding.reset_parameters()
 
     def forward(self, layer: int | None, positions: TokenPositions, dtype: torch.dtype) -> Any:
-        """The rotation of an attention module, for queries and keys of this type; `None`: a list, by `place`."""
+        """Returns the rotation of an attention layer in `dtype`, or those of all layers, by `place`, for `None`."""
         if layer is None:
             return list(self.encoding(positions, dtype))
         return next(iter(self.encoding(positions, dtype, self.place[layer])))

@@ -136,9 +136,9 @@ class FrequencySchedule:
 
 def _ramp_over_ranks(given: ScheduleInput, size: torch.Tensor, ramp: tuple[float, float]) -> torch.Tensor:
     """
-    0 for planes that turn less often over (A,) sizes than a ramp begins, to 1 where it ends: (planes,). As in the code
-    of DyPE it is linear in the rank i of ω_i = θ^(−2i/d), between whole ranks. There a ramp turns around if both ranks
-    are before the first plane or both behind the last; here it ends.
+    Returns a (planes,) ramp: 0 for planes with fewer turns over (A,) sizes than its start, 1 from its end on. As in
+    the code of DyPE it is linear in the rank i of ω_i = θ^(−2i/d), between whole ranks. There a ramp turns around if
+    both ranks are before the first plane or both behind the last; here it ends.
     """
     count = given.channels // 2  # (planes,)
     slopes = -given.frequencies.detach().log() / given.ranks.clamp(min=1)  # (planes,)

@@ -48,7 +48,7 @@ DROPS = ("Identity", "NoneType", "PatchDropout", "PatchDropoutWithIndices")
 
 class ImagePass(Pass):
     """
-    One forward pass of a model; one through its other methods than `forward` is known until the next one.
+    State of one forward pass. A pass that starts in another method than `forward` is current until the next one.
 
     Attributes:
         shapes: (B, 2) patches per axis of every sample; `grid` where all samples have the same.
@@ -174,7 +174,7 @@ def rotate_states(tower: Any, layer: int, norm: nn.Module, args: tuple, output: 
 
 
 class ReturnedPass(Pass):
-    """In a backward pass, the one whose blocks are computed again: `module` finds it, and its graph keeps it."""
+    """The pass whose checkpointed blocks a backward pass recomputes: `module` finds it, and its graph keeps it."""
 
 
 def follow_block(tower: Any, block: nn.Module, args: tuple, output: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 """
-Secrets in the texts to publish that have no form of their own: the names that they are given to betray them.
+Finds secrets by the names that they are assigned to (`password = …`), where a value has no form of its own.
 
 Kingfisher knows the forms of services, and most tools for secrets know only these; names are searched here.
 """
