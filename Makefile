@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/ready-for-demo
 READY := $(VENV)/ready
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
@@ -10,8 +11,8 @@ FROM_WHEEL := .venv-wheel
 # numpy 2.4 refuses.
 OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "peft==0.18.*" "numpy<2.4"
 
-# An installation compiles the kernels for CPUs. Environments share them: their libraries do not depend on Python.
-BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/*.h)
+# Environments share the kernels for CPUs: their libraries do not depend on Python.
+BUILT_FROM := pyproject.toml setup.py $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/*.h)
 
 # One thread per process: tests and demo run two processes side by side, and small matrices gain nothing from more.
 export OMP_NUM_THREADS := 1
@@ -19,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: check-wheel demo dist docs evidence extras gpu kernels-folder lint test test-all test-slow test-oldest test-newest wheels release-check space format clean
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/python training/demo.py
 
 # Warnings are errors: links and anchors that lead nowhere, names that do not exist. No network is used.
@@ -50,8 +51,10 @@ test: lint
 evidence: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal training/evidence/tests
 
+extras: WITH_EXTRAS := ".[test,deepspeed,quantization]"
 extras: $(READY)
-	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"
+	$(call install,$(VENV),$(WITH_EXTRAS))
+	HF_LIERE_BUILD_KERNELS=all $(call compile,$(VENV))
 
 test-slow: extras
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
@@ -94,6 +97,7 @@ wheels: $(PACKAGING)/ready
 # For Hugging Face's `kernels`: CONTRIBUTING.md has what its owner publishes, and how.
 kernels-folder: $(READY)
 	rm -rf outputs/kernels
+	HF_LIERE_BUILD_KERNELS=all $(call compile,$(VENV))
 	$(BIN)/python .kernels/write.py outputs/kernels
 
 # TAG is the tag of the release, such as v0.1.0.
@@ -116,23 +120,38 @@ OLD_PYTHON = $(call python_of,3.10)
 NEWER = $(shell $(PYTHON) -c "import sys; print(*(f'3.{minor}' for minor in range(14, sys.version_info.minor, -1)))")
 NEWER_PYTHON = $(call python_of,$(NEWER))
 
-# The environment in folder $(1), of the Python $(2), with the releases $(3) or the newest ones.
+# Of each library most modules are never imported: Python compiles the others when they are. $(2) names the package and
+# extras in the environment $(1).
+install = HF_LIERE_BUILD_KERNELS=none $(1)/bin/pip install --quiet --no-compile --editable $(2)
+
+# The kernels that setup.py chooses, by the Python of the environment $(1).
+compile = PYTHONPATH=build/setuptools $(1)/bin/python setup.py --quiet build_ext --inplace --build-lib build/kernels \
+	--build-temp build/kernels
+
+# The environment in folder $(1), of the Python $(2), for the extra $(3), with the releases $(4) or the newest ones. The
+# kernels are compiled while pip installs what the package needs.
 define environment
 	$(2) -m venv $(1)
 	$(1)/bin/pip install --quiet --upgrade pip
-	$(1)/bin/pip install --quiet --editable ".[test]" $(3)
+	$(1)/bin/pip install --quiet --upgrade --target build/setuptools "setuptools>=77"
+	@echo "Installing what the package needs takes some minutes."
+	$(call compile,$(1)) & compiling=$$!; $(call install,$(1),".[$(3)]" $(4)) && wait $$compiling
 	touch $@
 endef
 
-$(READY): $(BUILT_FROM)
-	$(call environment,$(VENV),$(PYTHON))
+$(DEMO): $(BUILT_FROM)
+	$(call environment,$(VENV),$(PYTHON),train)
+
+$(READY): $(DEMO)
+	$(call install,$(VENV),".[test]")
+	touch $@
 
 $(OLDEST)/ready: $(BUILT_FROM)
 	$(if $(OLD_PYTHON),,@echo "No Python 3.10 was found: the oldest releases are tested on $(PYTHON).")
-	$(call environment,$(OLDEST),$(or $(OLD_PYTHON),$(PYTHON)),$(OLDEST_RELEASES))
+	$(call environment,$(OLDEST),$(or $(OLD_PYTHON),$(PYTHON)),test,$(OLDEST_RELEASES))
 
 $(NEWEST)/ready: $(BUILT_FROM)
-	$(call environment,$(NEWEST),$(NEWER_PYTHON))
+	$(call environment,$(NEWEST),$(NEWER_PYTHON),test)
 
 $(PACKAGING)/ready: pyproject.toml
 	$(PYTHON) -m venv $(PACKAGING)

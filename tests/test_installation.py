@@ -60,7 +60,7 @@ def sources(tmp_path_factory) -> Path:
     checkout, ignored = folder / "checkout", shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("hf_liere", "model_cards"):
         shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
     build = "import setuptools.build_meta as backend, sys; print(backend.build_sdist(sys.argv[1]))"
     run_python("-c", build, folder, cwd=checkout)
@@ -170,6 +170,22 @@ def test_wheels_carry_a_library_for_every_cpu(sources, tmp_path, compiler):
     assert libraries(wheel) == set(cpu_library.NAMES["AVX512"])
     names = cpu_library.NAMES.get(torch.backends.cpu.get_cpu_capability(), cpu_library.ON_ANY_CPU)
     assert_kernels_of(wheel, names[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere the compiler leaves out what the CPU does not run")
+@pytest.mark.parametrize("chosen", ["fastest", "none"])
+def test_a_checkout_has_one_library(sources, tmp_path, chosen):
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    checkout = tmp_path / "checkout"
+    shutil.copytree(sources, checkout)
+    command = ["setup.py", "--quiet", "build_ext", "--inplace"]
+    printed = run_python(*command, cwd=checkout, variables={"HF_LIERE_BUILD_KERNELS": chosen}).stdout
+    names = cpu_library.NAMES.get(torch.backends.cpu.get_cpu_capability(), cpu_library.ON_ANY_CPU)
+    built = [path.name.partition(".")[0] for path in (checkout / "hf_liere" / "kernels").glob("_cpu_*")]
+    assert built == ([names[0]] if chosen == "fastest" else [])
+    assert ("Compiling the kernels for this CPU" in printed) == (chosen == "fastest")
 
 
 def libraries(wheel: Path) -> set[str]:

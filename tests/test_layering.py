@@ -25,7 +25,7 @@ FLOORS = (
     {"common"},
     {"data"},
     {"engine", "tasks.playground"},
-    {"tasks.clip", "tasks.detection", "tasks.language", "evidence.data", "evidence.reporting"},
+    {"tasks.arrows", "tasks.clip", "tasks.detection", "tasks.language", "evidence.data", "evidence.reporting"},
     {"evidence.speed"},
     {"evidence.gpu"},
 )

@@ -25,12 +25,12 @@ from typing import Any
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.common.help import answer_help
+from training.common.early import answer_early
 
 
 if __name__ == "__main__":
     # Before the imports that take seconds.
-    answer_help(__file__)
+    answer_early(__file__)
 
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.chance import describe_unlearned

@@ -23,23 +23,14 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import matplotlib
-import torch
-from matplotlib import pyplot
 from PIL import Image
 from tqdm.auto import tqdm
-from transformers import AutoImageProcessor, AutoModelForImageClassification
-from transformers.utils.logging import disable_progress_bar
 
-import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
-from hf_liere.storage.saved_model import SavedModel
-from hf_liere.tools.hub.checked_facts import RESULTS_FILE
-from training.common.records import CONFIG_FILE, WEIGHTS_FILE, save_figure, write_text
+# Neither torch nor transformers, which the runs import: they start at once.
+from training.common.folders import CONFIG_FILE, RESULTS_FILE, STATE_FILE, WEIGHTS_FILE, last_complete_checkpoint
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
-from training.engine.saving import last_complete_checkpoint
 
 
-matplotlib.use("Agg")
 HERE = Path(__file__).resolve().parent
 BATCH_SIZE = 64
 TRAINED_SIZE, LARGER_SIZE = 108, 168
@@ -52,7 +43,6 @@ RUNS = {
 }
 RUNS_AT_ONCE = 2
 PUZZLES = 8
-EVALUATED = 2000
 
 
 def main() -> int:
@@ -62,9 +52,10 @@ def main() -> int:
     parser.add_argument(
         "--classify", type=Path, metavar="CHECKPOINT", help="only classify new images with a checkpoint"
     )
+    parser.add_argument("--show", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.classify is not None:
-        return classify_new_images(arguments.classify)
+    if arguments.classify is not None or arguments.show:
+        return show(arguments.output_dir, arguments.classify)
     if arguments.images < BATCH_SIZE:
         parser.error(f"--images {arguments.images}: accepted are {BATCH_SIZE} (one batch) and more")
 
@@ -81,15 +72,12 @@ def main() -> int:
     results = {name: read_result(arguments.output_dir, name) for name in RUNS if name not in failed}
     table = format_table(results)
     print(f"\n{table}\n")
-    write_text(arguments.output_dir / "table.md", table + "\n")
-    plot_accuracy(results, arguments.output_dir / "accuracy.png")
+    (arguments.output_dir / "table.md").write_text(table + "\n", encoding="utf-8")
     if "liere8" in failed:
         return 1
-    draw_example(arguments.output_dir / "liere8", arguments.output_dir / "example.png")
-    print(f"Accuracy over training: {arguments.output_dir / 'accuracy.png'}")
-    print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n", flush=True)
     # A fresh process loads the checkpoint, as its users do.
-    subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
+    command = [sys.executable, __file__, "--show", "--output_dir", str(arguments.output_dir)]
+    subprocess.run(command, check=True)
     checkpoint, puzzles = arguments.output_dir / "liere8", arguments.output_dir / "puzzles"
     print(f"What it says about an image: hf-liere predict {checkpoint} {puzzles / '*.png'}")
     print(f"What it has learned and where it looks: hf-liere inspect {checkpoint} --dataset {puzzles} --output REPORT")
@@ -113,6 +101,11 @@ def estimate(images: int) -> str:
     """The time on two cores: four minutes for 60,000 images, half a minute of which any number of images takes."""
     seconds = 30 + 210 * images / 60_000
     return f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+
+
+def evaluated(images: int) -> int:
+    """How many images each evaluation has, of which there are ten in training and two after it."""
+    return min(max(images // 30, 250), 2000)
 
 
 def train_and_evaluate(folder: Path, images: int) -> list[str]:
@@ -174,7 +167,7 @@ def start_training(name: str, folder: Path, images: int) -> subprocess.Popen:
     every = max(steps // 10, 1)
     schedule = {"num_decay_steps": steps // 5, "decay_type": "linear"}
     flags = [str(HERE / "recipes" / "arrows_mini.yaml"), "--output_dir", str(output_dir)]
-    flags += ["--max_train_samples", str(images), *RUNS[name][1]]
+    flags += ["--max_train_samples", str(images), "--max_eval_samples", str(evaluated(images)), *RUNS[name][1]]
     flags += ["--warmup_steps", str(min(100, steps // 5)), "--lr_scheduler_kwargs", json.dumps(schedule)]
     flags += [word for flag in ("eval", "save", "logging") for word in (f"--{flag}_steps", str(every))]
     if is_same_run(output_dir, images) and last_complete_checkpoint(output_dir):
@@ -186,8 +179,8 @@ def start_training(name: str, folder: Path, images: int) -> subprocess.Popen:
 
 def start_evaluation(name: str, folder: Path, images: int) -> subprocess.Popen:
     flags = ["--model_name_or_path", str(folder / name), "--output_dir", str(larger_folder(folder, name)), "--do_eval"]
-    flags += ["--dataset_name", "arrows", "--image_size", str(LARGER_SIZE), "--max_eval_samples", str(EVALUATED)]
-    flags += ["--per_device_eval_batch_size", "100", "--overwrite_output_dir"]
+    flags += ["--dataset_name", "arrows", "--image_size", str(LARGER_SIZE), "--overwrite_output_dir"]
+    flags += ["--max_eval_samples", str(evaluated(images)), "--per_device_eval_batch_size", "100"]
     return start_script(flags, log_file(name, folder), "a")
 
 
@@ -214,7 +207,7 @@ def step_count(images: int) -> int:
 
 def is_same_run(output_dir: Path, images: int) -> bool:
     path = output_dir / CONFIG_FILE
-    return path.is_file() and SavedModel(path.parent).read_json(path.name)["data"]["max_train_samples"] == images
+    return path.is_file() and read_json(path)["data"]["max_train_samples"] == images
 
 
 def is_finished(output_dir: Path, images: int) -> bool:
@@ -225,10 +218,8 @@ def is_evaluated(folder: Path, name: str) -> bool:
     """Whether exactly the weights of the finished run were evaluated on larger images."""
     if not (larger_folder(folder, name) / RESULTS_FILE).is_file():
         return False
-    own, evaluated = (
-        SavedModel(place).read_json(WEIGHTS_FILE)["sha256"] for place in (folder / name, larger_folder(folder, name))
-    )
-    return own == evaluated
+    own, evaluated = (read_json(place / WEIGHTS_FILE) for place in (folder / name, larger_folder(folder, name)))
+    return own["sha256"] == evaluated["sha256"]
 
 
 def progress_bar(name: str, images: int) -> tqdm:
@@ -242,7 +233,7 @@ def show_progress(output_dir: Path, bar: tqdm) -> None:
     """Shows the progress recorded in the newest checkpoint, because runs print to their log files."""
     checkpoint = last_complete_checkpoint(output_dir)
     try:
-        state = json.loads((Path(checkpoint or output_dir) / "trainer_state.json").read_text(encoding="utf-8"))
+        state = read_json(Path(checkpoint or output_dir) / STATE_FILE)
     except (FileNotFoundError, json.JSONDecodeError):
         # The file does not exist yet or is being written.
         return
@@ -256,9 +247,8 @@ def read_result(folder: Path, name: str) -> dict:
     """
     The last metrics of a run. `larger` contains those with larger images, `history` pairs of images seen and accuracy.
     """
-    saved = SavedModel(folder / name)
-    result, state = saved.read_json("all_results.json"), saved.read_json("trainer_state.json")
-    result["larger"] = SavedModel(larger_folder(folder, name)).read_json(RESULTS_FILE)
+    result, state = read_json(folder / name / "all_results.json"), read_json(folder / name / STATE_FILE)
+    result["larger"] = read_json(larger_folder(folder, name) / RESULTS_FILE)
     result["history"] = sorted(
         {
             entry["step"] * BATCH_SIZE: entry["eval_accuracy"]
@@ -286,34 +276,6 @@ def accuracy(metrics: dict) -> str:
     return f"{metrics['eval_accuracy']:.1%} ({interval})"
 
 
-def plot_accuracy(results: dict[str, dict], path: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, result in results.items():
-        label, _, color, style = RUNS[name]
-        images, accuracies = zip(*result["history"])
-        axes.plot(images, [100 * accuracy for accuracy in accuracies], style, color=color, label=label, linewidth=2)
-    axes.axhline(100 * BAG_OF_ARROWS_ACCURACY, color="#777777", linewidth=1, label="counting arrows")
-    axes.axhline(100 / len(LABELS), color="#BBBBBB", linewidth=1, linestyle="--", label="chance")
-    axes.set(xlabel="training images seen", ylabel="accuracy on new images (%)", ylim=(0, 102))
-    axes.set_title("Which way does the arrow point that the Y points at?")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.legend(loc="lower right", ncols=2, frameon=False)
-    save_figure(figure, path, dpi=150)
-    pyplot.close(figure)
-
-
-def draw_example(checkpoint: Path, path: Path) -> None:
-    images = Arrows("test", 1)
-    image, label = images[0]
-    answer = predict(checkpoint, images)[0]
-    figure, axes = pyplot.subplots(figsize=(4, 4.4), layout="constrained")
-    axes.imshow(image.squeeze(-1), cmap="gray", interpolation="nearest")
-    axes.set(xticks=[], yticks=[])
-    axes.set_title(f"The Y points at an arrow that points {LABELS[label]}.\nLieRE8 says: {answer}.")
-    save_figure(figure, path, dpi=150)
-    pyplot.close(figure)
-
-
 def save_puzzles(folder: Path) -> None:
     """Saves images that no run was trained on, with the answers in their names."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -323,27 +285,29 @@ def save_puzzles(folder: Path) -> None:
         Image.fromarray(pixels.squeeze(-1)).save(folder / f"{index}_{LABELS[label]}.png")
 
 
-def predict(checkpoint: Path, images: Arrows) -> list[str]:
-    """Predictions of a saved classifier for arrows images, loaded like any checkpoint of the Hub."""
-    disable_progress_bar()
-    model = AutoModelForImageClassification.from_pretrained(checkpoint).eval()
-    processor = AutoImageProcessor.from_pretrained(checkpoint)
-    pictures = [Image.fromarray(images[index][0].squeeze(-1)).convert("RGB") for index in range(len(images))]
-    with torch.no_grad():
-        logits = model(**processor(pictures, return_tensors="pt")).logits
-    return [model.config.id2label[number] for number in logits.argmax(dim=-1).tolist()]
+def show(folder: Path, checkpoint: Path | None) -> int:
+    """Prints answers of a checkpoint, by default those of LieRE8, which the pictures of the demo then show."""
+    # It imports torch and transformers.
+    from training.tasks.arrows.pictures import classify_new_images, draw_example, plot_accuracy
 
-
-def classify_new_images(checkpoint: Path) -> int:
-    images = Arrows("test", 200)
-    said = predict(checkpoint, images)
-    truth = [LABELS[images[index][1]] for index in range(len(images))]
-    for index in range(5):
-        verdict = "right" if said[index] == truth[index] else f"wrong, it is {truth[index]}"
-        print(f"New image {index}: the model says {said[index]}, which is {verdict}.")
-    right = sum(answer == correct for answer, correct in zip(said, truth))
-    print(f"A fresh process with {checkpoint.name} got {right} of {len(truth)} new images right.")
+    if checkpoint is not None:
+        classify_new_images(checkpoint)
+        return 0
+    histories = {
+        label: {"color": color, "style": style, "history": read_result(folder, name)["history"]}
+        for name, (label, _, color, style) in RUNS.items()
+        if is_evaluated(folder, name)
+    }
+    plot_accuracy(histories, folder / "accuracy.png")
+    said = classify_new_images(folder / "liere8")
+    draw_example(said[0], folder / "example.png")
+    print(f"\nAccuracy over training: {folder / 'accuracy.png'}")
+    print(f"An image and the answer: {folder / 'example.png'}")
     return 0
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

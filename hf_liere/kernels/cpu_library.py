@@ -1,7 +1,7 @@
 """
-Loads the kernels of cpu.cpp, which are built when the package is installed: pyproject.toml declares a library for each
-kind of CPU, and the installation skips those that the compiler cannot build. The structures and functions for ctypes
-have fields and arguments in the order of the C++ headers.
+Loads the kernels of cpu.cpp, which setup.py builds when the package is installed: a library for each kind of CPU, or in
+a checkout the fastest for this one, without those that the compiler cannot build. The structures and functions for
+ctypes have fields and arguments in the order of the C++ headers.
 """
 
 import ctypes
@@ -133,10 +133,10 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
                 f"Kernels for rotations on the CPU: {'; '.join(failures)}. {path.name} is used instead; {REMEDY}."
             )
         return found, None
-    if not failures:
-        return None, f"they were not built: {FOLDER} has none for this CPU ({', '.join(names)}); {REMEDY}"
+    failures = failures or [f"they were not built: {FOLDER} has none for this CPU ({', '.join(names)})"]
     reason = f"{'; '.join(failures)}; {REMEDY}"
-    logger.warning_once(f"Plain operations, which are slower, compute rotations on the CPU: {reason}.")
+    if any(FOLDER.glob("_cpu_*")):
+        logger.warning_once(f"Plain operations, which are slower, compute rotations on the CPU: {reason}.")
     return None, reason
 
 

@@ -1,10 +1,12 @@
 """Which of the libraries of kernels for CPUs is loaded, and what is done where none can be."""
 
+import runpy
 import shutil
 import subprocess
 
 import pytest
 import torch
+from checkout import ROOT
 from cpu_library_checks import BUILT, CAPABILITY, assert_rotations_are_right, refusal
 from fresh_process import run_python
 from transformers.utils import logging
@@ -39,7 +41,7 @@ def copy_usable(folder):
 ROTATE = """
 import cpu_library_checks as test
 test.assert_rotations_are_right()
-print(test.refusal(), test.CAPABILITY, getattr(test.cpu_library.library(), "_name", None))
+print(test.refusal(), test.CAPABILITY, getattr(test.cpu_library.library(), "_name", None), sep=chr(10))
 """
 
 
@@ -51,10 +53,11 @@ def test_the_fastest_library_of_the_cpu_is_loaded(capability):
     if capability not in CAPABILITIES.get(CAPABILITY, ("default",)):
         pytest.skip(f"this CPU has no {capability} (PyTorch calls it {CAPABILITY})")
     variables = {"ATEN_CPU_CAPABILITY": capability, "HF_LIERE_CPU_KERNELS": "1"}
-    found, name, path = run_python("-c", ROTATE, variables=variables).stdout.split()
+    found, name, path = run_python("-c", ROTATE, variables=variables).stdout.splitlines()
     candidates = cpu_library.NAMES.get(name, cpu_library.ON_ANY_CPU)
-    (expected, *_) = (str(path) for name in candidates for path in BUILT.glob(f"{name}.*"))
-    assert (found, path) == ("None", expected) and (name == capability.upper() or capability == "default")
+    expected = [str(path) for name in candidates for path in BUILT.glob(f"{name}.*")]
+    assert path == (expected[0] if expected else "None") and (name == capability.upper() or capability == "default")
+    assert found == "None" if expected else f"has none for this CPU ({', '.join(candidates)})" in found
 
 
 def test_what_was_not_built_is_no_reason_to_warn(folder, caplog):
@@ -62,6 +65,36 @@ def test_what_was_not_built_is_no_reason_to_warn(folder, caplog):
     assert f"they were not built: {folder} has none for this CPU" in refusal()
     assert "finds a C++ compiler" in refusal() and "pip install --force-reinstall" in refusal()
     assert not caplog.text
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+def test_libraries_of_other_cpus_are_never_loaded(folder, monkeypatch, caplog):
+    """A checkout has one library, and may move to a CPU that does not run it."""
+    copy_usable(folder).rename(folder / "_cpu_avx2.so")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert_rotations_are_right()
+    assert cpu_library.library() is None and "none for this CPU (_cpu_openmp, _cpu_portable)" in refusal()
+    (record,) = caplog.records
+    assert "Plain operations" in record.message and "pip install -e . in a checkout" in record.message
+
+
+@pytest.mark.parametrize(
+    "flags, library",
+    [
+        ("fpu sse4_2 avx2 fma avx512f avx512vl avx512dq avx512bw", "_cpu_avx512"),
+        ("fpu sse4_2 avx2 fma avx512f", "_cpu_avx2"),
+        ("fpu sse4_2 avx2", "_cpu_openmp"),
+        (None, "_cpu_openmp"),
+    ],
+)
+def test_a_checkout_compiles_what_its_cpu_runs(flags, library):
+    """The first CPU of the machine has every instruction; on aarch64 the list has another name."""
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    every = " ".join({word for words in setup["VECTORS"].values() for word in words})
+    text = f"processor : 0\nflags : {every}\n\nflags : {flags}\n" if flags else "Features : fp asimd\n"
+    (best, *_) = setup["runnable"](setup["instructions_of"](text))
+    assert f"_cpu_{best}" == library
+    assert [f"_cpu_{name}" for name in setup["LIBRARIES"]] == list(cpu_library.NAMES["AVX512"])
 
 
 def test_kernels_that_are_turned_off_are_not_looked_for(folder, monkeypatch, caplog):

@@ -12,36 +12,71 @@ from fresh_process import run_python
 
 from training.common.arguments import architecture_fields
 from training.common.command_line import parse_arguments
+from training.common.early import refuse_mistakes
+from training.common.folders import CLAIM
 from training.common.help import FURTHER, UNKNOWN, classes_of, read_flags, render
 
 
 SCRIPTS = sorted(
     path.stem for path in (ROOT / "training").glob("*.py") if "ARGUMENT_CLASSES" in path.read_text(encoding="utf-8")
 )
-# The help of a script as a user gets it, on a terminal of 80 columns, and what it imported.
+# What a script prints for a command line, on a terminal of 80 columns, and what it imported.
 CODE = """
 import contextlib, io, json, os, runpy, sys
 
 os.environ["COLUMNS"] = "80"
 found = {}
+words = json.loads(sys.argv[1])
 for script in sys.argv[2:]:
     output, status = io.StringIO(), None
-    sys.argv = [script, sys.argv[1]]
+    sys.argv = [script, *words]
     with contextlib.redirect_stdout(output):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as stopped:
             status = stopped.code
-    heavy = sorted({"torch", "transformers", "numpy", "hf_liere", "yaml"} & set(sys.modules))
+    heavy = sorted({"torch", "transformers", "numpy", "hf_liere"} & set(sys.modules))
     found[script] = [status, heavy, output.getvalue()]
 print(json.dumps(found))
 """
 
 
-def printed(option):
-    files = [ROOT / "training" / f"{script}.py" for script in SCRIPTS]
-    found = json.loads(run_python("-c", CODE, option, *files).stdout)
+def printed(*words, scripts=SCRIPTS):
+    files = [ROOT / "training" / f"{script}.py" for script in scripts]
+    found = json.loads(run_python("-c", CODE, json.dumps(words), *files).stdout)
     return {Path(file).stem: outcome for file, outcome in found.items()}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["recipes/arows_mini.yaml"], "There is no recipe 'recipes/arows_mini.yaml'; the closest is 'arrows_mini'"),
+        (["{recipe}", "--learning-rat", "1"], "There is no flag '--learning-rat'; the closest is 'learning_rate'"),
+        (["--image_folder", "nowhere"], "--image_folder 'nowhere' is not a folder."),
+        (["{recipe}", "--validation_files", "{recipe}", "no.csv", "--seed", "1"], "There is no file 'no.csv'."),
+        (["--output_dir={run}"], "contains another run (checkpoint-3); accepted: another folder"),
+        (["{recipe}", "--output_dir", "{mine}"], "contains other files (notes.txt); accepted: a new or empty folder"),
+    ],
+)
+def test_mistakes_show_before_anything_heavy_is_imported(words, message, tmp_path):
+    """In the words of the checks that follow the imports, which the other tests of mistakes call."""
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    recipe = ROOT / "training" / "recipes" / "cifar100_mini.yaml"
+    places = {"recipe": recipe, "run": tmp_path / "run", "mine": tmp_path / "mine"}
+    found = printed(*(word.format(**places) for word in words), scripts=["image_classification"])
+    status, heavy, _ = found["image_classification"]
+    assert status.startswith("error: ") and message in status and heavy == []
+
+
+@pytest.mark.parametrize("flag", ["--overwrite_output_dir", "--resume_from_checkpoint=last"])
+def test_what_may_be_right_is_left_to_the_run(flag, tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    known = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dataloader_pin_memory"}
+    refuse_mistakes([flag, "--output_dir", str(tmp_path), "--no_dataloader_pin_memory"], known)
+    (tmp_path / CLAIM).touch()
+    refuse_mistakes(["--output_dir", str(tmp_path)], known)
 
 
 def fields_of(script):

@@ -12,18 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from transformers import HfArgumentParser
 
 from hf_liere.encoding.registration import import_file
 from hf_liere.errors import InputError
-from hf_liere.registers import closest
 from training.common.arguments import ArchitectureArguments, architecture_fields
 from training.common.help import asks_for_help, print_help, words_after
+from training.common.recipes import read_recipe, require_keys, take_recipe, unknown_message
 from training.common.tasks import with_task
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 
 
@@ -46,17 +44,15 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if asks_for_help(arguments):
         print_help([(Path(inspect.getfile(kind)), kind.__name__) for kind in argument_classes], arguments)
-    recipe, arguments = _take_recipe(arguments)
-    content = {} if recipe is None else _read_recipe(Path(recipe))
+    recipe, arguments = take_recipe(arguments)
+    content = {} if recipe is None else read_recipe(Path(recipe))
     files = _import_files(recipe, content, arguments)
     dataset = [content.get("dataset_name"), *words_after("--dataset_name", arguments)][-1]
     argument_classes = tuple(with_task(kind, dataset) for kind in argument_classes)
     parser = Parser(argument_classes, allow_abbrev=False, add_help=False)
     known = {action.dest for action in parser._actions}
     if recipe is not None:
-        for key in content:
-            if key not in known:
-                raise InputError(_unknown_message(f"key in {Path(recipe).name}", str(key), known))
+        require_keys(recipe, content, known)
         named = {word.split("=")[0] for word in arguments}
         if "--num_train_epochs" in named and "--max_steps" not in named:
             # Trainer would follow the steps of the recipe, not the epochs that were asked for.
@@ -69,19 +65,8 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
             raise InputError(f"{flag} needs a value; accepted: last, for the newest checkpoint, or a folder.")
     *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
-        raise InputError(_unknown_message("flag", unknown[0], known))
+        raise InputError(unknown_message("flag", unknown[0], known))
     return tuple(parsed)
-
-
-def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0], arguments[1:]
-    for position, argument in enumerate(arguments):
-        if argument == "--recipe" and position + 1 < len(arguments):
-            return arguments[position + 1], arguments[:position] + arguments[position + 2 :]
-        if argument.startswith("--recipe="):
-            return argument.split("=", 1)[1], arguments[:position] + arguments[position + 1 :]
-    return None, arguments
 
 
 def _import_files(recipe: str | None, content: dict[str, Any], arguments: list[str]) -> list[str]:
@@ -95,15 +80,6 @@ def _import_files(recipe: str | None, content: dict[str, Any], arguments: list[s
         except ValueError as error:
             raise InputError(f"--register: {error}") from error
     return files
-
-
-def _read_recipe(recipe: Path) -> dict[str, Any]:
-    if not recipe.is_file():
-        near = closest(recipe.stem, [file.stem for file in RECIPES.glob("*.yaml")])
-        raise InputError(
-            f"There is no recipe {str(recipe)!r}{near}; accepted: a yaml file, such as {RECIPES.name}/arrows_mini.yaml."
-        )
-    return {key: value for key, value in read_yaml(recipe).items() if value is not None}
 
 
 def to_flags(settings: dict[str, Any], argument_classes: tuple[type, ...]) -> list[str]:
@@ -137,23 +113,3 @@ def _join_numbers(arguments: list[str], fields: set[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """The content of a yaml file. Raises [`InputError`] with the position of what is not `name: value` yaml."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"{file.name}{place}: this is not yaml ({getattr(error, 'problem', error)}).") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file.name} contains a {type(content).__name__}; accepted: `name: value` lines.")
-    return content
-
-
-def _unknown_message(kind: str, name: str, known: set[str]) -> str:
-    if kind == "flag" and not name.startswith("-"):
-        return f"{name!r} follows a flag that takes no further value; --help lists what flags take."
-    near = closest(name.split("=")[0].lstrip("-"), known) or "; --help and --help_all list what is accepted"
-    return f"There is no {kind} {name!r}{near}."

@@ -15,27 +15,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hf_liere
 from hf_liere.storage.saved_code import replace_file
+from training.common.folders import CONFIG_FILE, ENVIRONMENT_FILE, FLAGS_FILE, WEIGHTS_FILE  # noqa: F401
 
 
-CONFIG_FILE = "run_config.json"
-ENVIRONMENT_FILE = "environment.json"
-WEIGHTS_FILE = "weights.json"
-RESOLUTIONS_FILE = "resolutions.json"
-EXAMPLES_FILE = "eval_examples.safetensors"
-# A sweep writes the flags of a run into this file before it starts the run.
-FLAGS_FILE = "flags.json"
-# Records, metrics, model and processor that a run writes.
-RUN_FILES = (
-    *(CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE, RESOLUTIONS_FILE, WEIGHTS_FILE, TRAINER_STATE_NAME),
-    *"all_results.json eval_results.json train_results.json".split(),
-    *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "config.json", "lora", "rotary"),
-    *"preprocessor_config.json tokenizer.json tokenizer_config.json".split(),
-)
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
 # Arguments with folders, addresses or identities: they describe where a run happened, not what it did.
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")

@@ -20,11 +20,11 @@ from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError, naming
 from hf_liere.reading.pictures import develop, pixels
 from training.common.arguments import SampleArguments, flag
+from training.common.folders import require_files
 from training.common.records import write_text
 from training.data.augmentation import resize
 from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
 from training.data.sources import PARTS, DataRequest, SourceDataset, leave_out
-from training.data.tables import require_files
 
 
 logger = logging.get_logger(__name__)

@@ -19,13 +19,13 @@ from torch.utils.data import IterableDataset
 from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError
 from training.common.arguments import DataArguments, RunArguments
+from training.common.folders import require_files
 from training.data.augmentation import Augmentation
 from training.data.images import DecodedImages
 from training.data.sources import DataRequest, LabelledImages, leave_out
 from training.data.tables import (
     infer_columns,
     pick_evaluation_split,
-    require_files,
     training_split,
     translate_read_errors,
 )

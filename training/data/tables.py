@@ -4,7 +4,7 @@ Errors in a data set are reported before training starts if possible.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hf_liere.errors import InputError
 from hf_liere.reading.files import HEIC_SUFFIXES, unread_files
 from hf_liere.reading.pictures import register_formats
 from training.common.arguments import DataArguments
+from training.common.folders import require_files, require_folder
 from training.common.messages import abbreviate, reason
 from training.data.sources import DataRequest, report_unread
 
@@ -38,8 +39,7 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
         with translate_read_errors(f"--dataset_name {arguments.dataset_name!r}"):
             return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name)
     if arguments.image_folder:
-        if not Path(arguments.image_folder).is_dir():
-            raise InputError(f"--image_folder {arguments.image_folder!r} is not a folder.")
+        require_folder("image_folder", arguments.image_folder)
         with translate_read_errors(f"--image_folder {arguments.image_folder!r}"):
             return _load_folder(arguments.image_folder)
     return load_table_files({"train": arguments.train_files or [], "validation": arguments.validation_files or []})
@@ -90,13 +90,6 @@ def load_table_files(files: dict[str, list[str]]) -> datasets.DatasetDict:
             with translate_read_errors(abbreviate(names)):
                 tables[split] = datasets.load_dataset(*builders, data_files=names, split="train")
     return tables
-
-
-def require_files(names: Sequence[str]) -> None:
-    """Raises [`InputError`] naming the first file that does not exist."""
-    for name in names:
-        if not Path(name).is_file():
-            raise InputError(f"There is no file {name!r}.")
 
 
 @contextlib.contextmanager

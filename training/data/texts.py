@@ -20,10 +20,11 @@ from transformers.utils import logging
 from hf_liere.errors import InputError
 from hf_liere.reading.files import is_hidden, unread_files
 from training.common.arguments import LimitArguments, flag
+from training.common.folders import require_files, require_folder
 from training.common.messages import abbreviate
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import DataRequest, report_unread
-from training.data.tables import FILE_BUILDERS, load_table_files, pick_splits, require_files, translate_read_errors
+from training.data.tables import FILE_BUILDERS, load_table_files, pick_splits, translate_read_errors
 
 
 logger = logging.get_logger(__name__)
@@ -209,8 +210,7 @@ def _load_documents(arguments: TextDataArguments) -> datasets.DatasetDict:
 
 
 def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict:
-    if not folder.is_dir():
-        raise InputError(f"--text_folder {str(folder)!r} is not a folder.")
+    require_folder("text_folder", str(folder))
     parts = {"train": folder / "train", "validation": folder / "validation"}
     if not all(part.is_dir() for part in parts.values()):
         parts = {"train": folder}

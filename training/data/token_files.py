@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 from hf_liere.errors import InputError
 from hf_liere.reading.files import UnreadableError, naming
+from training.common.folders import require_files
 
 
 LENGTHS = "lengths"
@@ -35,8 +36,7 @@ def read_columns(name: str, wanted: set[str]) -> Columns:
     path = Path(name)
     if path.suffix not in readers:
         raise InputError(f"{name}: files of type {path.suffix!r} are not read; accepted: {', '.join(readers)}.")
-    if not path.is_file():
-        raise InputError(f"There is no file {name!r}.")
+    require_files([name])
     with naming(path.name):
         return readers[path.suffix](path, wanted)
 

@@ -18,6 +18,7 @@ from hf_liere.reading.clips import FrameReader, frames_needed, is_clip
 from hf_liere.reading.files import UnreadableError, unread_files, visible
 from hf_liere.reading.volumes import SPACING, check_spacing
 from training.common.arguments import ViewArguments, flag
+from training.common.folders import require_folder
 from training.common.tasks import Task, require_task
 from training.data.arrows import LABELS, Arrows
 from training.data.clips import Clip, ClipArray, ClipFile
@@ -193,8 +194,7 @@ def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:
 
 def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -> tuple[Files, list[str]]:
     """Clips of `folder/<split>/<class>/…`."""
-    if not folder.is_dir():
-        raise InputError(f"--video_folder {str(folder)!r} is not a folder.")
+    require_folder("video_folder", str(folder))
     splits = [path.name for path in visible(folder) if path.is_dir()]
     usual = {"training": "train", "evaluation": _evaluation_split(eval_split, splits)}
     parts = {part: usual[part] for part in request.parts}

@@ -13,6 +13,7 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from training.common.folders import CLAIM
 
 
 try:
@@ -23,7 +24,6 @@ except ImportError:  # Windows
 
 logger = logging.get_logger(__name__)
 
-CLAIM = ".claim"
 # The open files of this process by folder.
 _claims: dict[Path, int] = {}
 

@@ -21,22 +21,23 @@ from hf_liere.storage.saved_code import replace_file
 from hf_liere.storage.saved_model import SavedModel, weights_digest
 from training.common.arguments import RunArguments
 from training.common.chance import describe_unlearned
-from training.common.heap import keep_freed_memory
-from training.common.messages import is_lost_worker, reason
-from training.common.process_group import leave_process_group
-from training.common.records import (
+from training.common.folders import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EXAMPLES_FILE,
-    RUN_FILES,
     WEIGHTS_FILE,
-    environment,
-    remove_private,
-    write_record,
+    files_of_run,
+    last_complete_checkpoint,
+    require_free,
+    require_no_run,
 )
+from training.common.heap import keep_freed_memory
+from training.common.messages import is_lost_worker, reason
+from training.common.process_group import leave_process_group
+from training.common.records import environment, remove_private, write_record
 from training.engine.claims import claim, giving_back, release
 from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
-from training.engine.saving import StoppedError, last_complete_checkpoint, require_free, require_writable
+from training.engine.saving import StoppedError, require_writable
 
 
 logger = logging.get_logger(__name__)
@@ -115,18 +116,11 @@ def claim_folder(args: RunArguments, owner: Any) -> None:
 
 
 def _require_no_other_run(folder: Path, args: RunArguments) -> None:
-    found = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
-    found += [folder / name for name in RUN_FILES if (folder / name).exists()]
     if args.overwrite_output_dir and not args.resumes:
-        for path in found:
+        for path in files_of_run(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif found and not args.resumes:
-        names = ", ".join(path.name for path in found[:5])
-        raise InputError(
-            f"--output_dir {args.output_dir!r} contains another run ({names}); accepted: another folder, "
-            "--resume_from_checkpoint last to resume it, or --overwrite_output_dir to delete it."
-        )
     elif not args.resumes:
+        require_no_run(folder)
         require_free(folder)
 
 

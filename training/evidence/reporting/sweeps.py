@@ -16,17 +16,17 @@ from safetensors.numpy import load_file
 
 from hf_liere.errors import InputError
 from hf_liere.registers import closest
-from training.common.command_line import read_yaml, to_flags
-from training.common.records import (
+from training.common.command_line import to_flags
+from training.common.folders import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EXAMPLES_FILE,
     FLAGS_FILE,
     RESOLUTIONS_FILE,
-    remove_private,
-    write_record,
+    last_complete_checkpoint,
 )
-from training.engine.saving import last_complete_checkpoint
+from training.common.recipes import read_yaml
+from training.common.records import remove_private, write_record
 from training.evidence.reporting.result_lines import encode_examples, encode_numbers
 from training.evidence.reporting.result_table import Labels, identity
 

@@ -25,15 +25,16 @@ from hf_liere.errors import InputError
 from hf_liere.storage.loading import require_all_keys
 from hf_liere.storage.saved_code import replace_file
 from training.common.arguments import AugmentationArguments, DataArguments
-from training.common.records import (
+from training.common.folders import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EXAMPLES_FILE,
+    MODEL_FOLDERS,
     RESOLUTIONS_FILE,
-    environment,
-    remove_private,
-    write_record,
+    last_complete_checkpoint,
+    require_free,
 )
+from training.common.records import environment, remove_private, write_record
 from training.data.augmentation import Augmentation, Collator, EvaluationImages, EvaluationView, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest, Relabelled
@@ -53,13 +54,11 @@ from training.engine.patching import (
     save_patched,
 )
 from training.engine.runs import claim_folder
-from training.engine.saving import last_complete_checkpoint, require_free
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 from training.tasks.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, resolve_config
 from training.tasks.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora
 
 
-MODEL_FOLDERS = ("patched", "unpatched")
 MEASURES = [*(f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")), "chance"]
 
 
