@@ -42,29 +42,18 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         hidden_size (`int`, defaults to 768): Channels of a token.
         num_hidden_layers (`int`, defaults to 12): Layers of the transformer.
         num_attention_heads (`int`, defaults to 12): Heads of each layer.
+        head_dim (`int`, *optional*):
+            Width of an attention head; `None` means `hidden_size / num_attention_heads`. It is 64 in LieRE's code.
         intermediate_size (`int`, defaults to 3072): Channels inside the MLP.
-        hidden_act (`str`, defaults to `"gelu"`): Activation of the MLP, by its name in transformers.
-        hidden_dropout_prob (`float`, defaults to 0.0): Dropout of the embeddings and outputs of attention and MLP.
-        attention_probs_dropout_prob (`float`, defaults to 0.0): Dropout of the attention weights.
-        initializer_range (`float`, defaults to 0.02): Standard deviation of the initial weights.
-        layer_norm_eps (`float`, defaults to 1e-6): The epsilon of layer norms.
-        qkv_bias (`bool`, defaults to `True`): Whether queries, keys and values have a bias.
         use_absolute_position_embeddings (`bool`, *optional*):
             Whether a learned table is added to the embeddings. `None` means only for `absolute`; `True` adds it to
             a rotary encoding.
-        position_table_size (`list[int]`, *optional*):
-            `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
-            the number of entries per axis: every token reads the table at its coordinate by linear interpolation, with
-            0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
         rotate_prefix (`bool`, *optional*):
             Whether class and register tokens are rotated, at `prefix_coordinate` of every axis. `None` means yes for
             `comrope_ap` and `comrope_ld` on images and videos with the `coordinates` `unit` (their default),
             `unit_width`, `fixed_grid` or `physical`, as in ComRoPE's code: the attention of these tokens then depends
             on differences of coordinates too. Otherwise it means no (LieRE, RoPE-Mixed; models of tokens, whose
             positions have no common centre).
-        prefix_coordinate (`float`, defaults to 0.5):
-            Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`;
-            in `centred_grid` it is 0.
         rotate_values (`bool`, defaults to `False`):
             Whether attention also rotates values, and its outputs back: token i receives R(pᵢ)ᵀ Σⱼ wᵢⱼ R(pⱼ) vⱼ, as in
             GTA (Miyato et al., ICLR 2024, eqs. 4–6). Where R(p)ᵀR(q) is relative, what a token receives is so too, in
@@ -73,20 +62,31 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
             `"cls"` (class token), `"mean"` (patch tokens) or `"mean_all"` (all tokens, as in official LieRE).
+        hidden_dropout_prob (`float`, defaults to 0.0): Dropout of the embeddings and outputs of attention and MLP.
+        attention_probs_dropout_prob (`float`, defaults to 0.0): Dropout of the attention weights.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of the initial weights.
+        mlp_dropout_prob (`float`, defaults to 0.0): Dropout of the activations inside the MLP, as in LieRE's code.
+        layerscale_value (`float`, *optional*): Initial value of layer scale; `None` means no layer scale.
+        drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
+        hidden_act (`str`, defaults to `"gelu"`): Activation of the MLP, by its name in transformers.
+        layer_norm_eps (`float`, defaults to 1e-6): The epsilon of layer norms.
+        qkv_bias (`bool`, defaults to `True`): Whether queries, keys and values have a bias.
+        position_table_size (`list[int]`, *optional*):
+            `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
+            the number of entries per axis: every token reads the table at its coordinate by linear interpolation, with
+            0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
+        prefix_coordinate (`float`, defaults to 0.5):
+            Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`;
+            in `centred_grid` it is 0.
         final_norm (`str`, defaults to `"tokens"`):
             Whether the last layer norm is applied to all tokens before pooling (`"tokens"`), to the pooled output
             (`"pooled"`, as in LieRE and CLIP; `last_hidden_state` is then not normalised) or not at all (`"none"`).
         use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
-        head_dim (`int`, *optional*):
-            Width of an attention head; `None` means `hidden_size / num_attention_heads`. It is 64 in LieRE's code.
         classifier_hidden_size (`int`, *optional*):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
-        mlp_dropout_prob (`float`, defaults to 0.0): Dropout of the activations inside the MLP, as in LieRE's code.
-        layerscale_value (`float`, *optional*): Initial value of layer scale; `None` means no layer scale.
         token_initializer_range (`float`, *optional*):
             Standard deviation of the normal distribution that class token, register tokens and position table start
             from; it is 1 in the code of LieRE and of ComRoPE. `None` means a truncated one of `initializer_range`.
-        drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         folded_grids (`list`, *optional*):
             Patch grids with constant rotations in a model from `fold_rotations`; an empty list for encodings whose
             rotations are in the query and key weights, `None` for models that are not folded.
