@@ -169,14 +169,6 @@ def test_bad_input(tiny):
         absolute.fold_rotations()
     with pytest.raises(StrictDataclassError, match=r"\[4, 4, 4\] must be 2 numbers"):
         model_of(tiny, "liere", {"block_size": 8}).fold_rotations([(4, 4, 4)])
-    with pytest.raises(StrictDataclassError, match="only liere with block_size above 2"):
-        tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[[4, 4]])
-    with pytest.raises(StrictDataclassError, match="accepted with folded_grids=None, in training"):
-        tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[], position_perturbation=0.1)
-    with pytest.raises(
-        StrictDataclassError, match="position_jitter=2.0 would do nothing here: accepted with folded_grids=None"
-    ):
-        tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[], position_jitter=2.0)
     adapted = model_of(tiny, "comrope_ld", {"block_size": 8})
     adapted.liere.layers[1].attention.k_proj = torch.nn.Sequential(adapted.liere.layers[1].attention.k_proj)
     with pytest.raises(ValueError, match="not into Sequential: merge adapters"):

@@ -76,11 +76,6 @@ def test_prefix_sits_before_the_patches():
 
 
 def test_bad_input():
-    with pytest.raises(
-        ValueError,
-        match="'pixels'; accepted are index, train_grid, centred_grid, train_index, fixed_grid, unit, unit_width",
-    ):
-        TokenPositions.from_grid((2,), (2,), "pixels")
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\).*\(5, 4, 2\)"):
         check_shape(torch.zeros(3, 2), 5, 4, 2)
     with pytest.raises(ValueError, match="torch.int64"):

@@ -6,7 +6,6 @@ import math
 import pytest
 import reference
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from scipy.spatial.transform import Rotation
 from transformers.utils import logging as transformers_logging
 
@@ -197,44 +196,7 @@ def test_models_are_saved_with_their_representation(tmp_path, fields):
     assert torch.equal(loaded(features, positions).logits, model(features, positions).logits)
 
 
-REFUSED = [
-    ({"num_axes": 2}, "rotation vectors, which have 3 axes; there are num_axes=2"),
-    ({"block_size": 8}, r"block_size=8 is not the size of one spin; accepted .* 3 \(spin 1\), 5 .*together with spins"),
-    ({"block_size": 3, "spins": [2]}, r"spins=\[2\] have 2l \+ 1 channels each, 5 together; block_size=3 must be"),
-    ({"spins": []}, r"spins=\[\] must be whole numbers of at least 0, and one of them above 0"),
-    ({"spins": [0, 0, 0]}, r"spins=\[0, 0, 0\] must be .* one of them above 0"),
-    ({"spins": [-1, 2]}, r"spins=\[-1, 2\] must be whole numbers of at least 0"),
-    ({"spins": [1.5]}, r"spins.*1\.5"),
-    ({"spins": [6, 6]}, "block_size=26 does not fit a head_dim of 24"),
-    ({"rotary_init_scale": 0.5}, r"rotary_init_scale=0.5 must be 1: .*\[sL_x, sL_y\] = s² L_z is not sL_z"),
-    ({"rotary_init": "uniform", "spins": [1]}, r"spins=\[1\] would do nothing here: accepted with rotary_init='so3'"),
-    *(
-        ({"position_encoding": name}, f"it is for liere, not for {name}. .* {name} accepts")
-        for name in ("rope_mixed", "comrope_ld", "axial_rope", "cayley_string")
-    ),
-]
-
-
-@pytest.mark.parametrize("fields, message", REFUSED)
-def test_what_is_no_representation_is_refused(fields, message):
-    fields = {"num_axes": 3, "rotary_init": "so3"} | fields
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        LieRotaryEmbedding(HEADS, HEAD_DIM, **fields)
-    with pytest.raises(StrictDataclassError, match=f"(?s){message}"):
-        LieRETokensConfig(hidden_size=48, num_attention_heads=HEADS, **fields)
-
-
-@pytest.mark.parametrize("fields", [{"position_scale": 2.0}, {"position_scale": [1, 1, 0.5]}, {"position_origin": 1.0}])
-def test_rotation_vectors_are_not_moved_or_scaled(fields):
-    name, value = next(iter(fields.items()))
-    with pytest.raises(StrictDataclassError, match=f"(?s){name}=.*rotation vectors, which cannot be moved or scaled"):
-        LieRETokensConfig(num_axes=3, rotary_init="so3", **fields)
-
-
 def test_places_on_a_grid_are_not_orientations():
-    for make in (hf_liere.LieREViTConfig, hf_liere.LieREVideoConfig):
-        with pytest.raises(StrictDataclassError, match="positions are orientations, not for patches on a grid"):
-            make(rotary_init="so3")
     with pytest.raises(ValueError, match="positions are orientations, not for patches or words"):
         patch(torch.nn.Linear(2, 2), RotaryPatchConfig(position_encoding="liere", rotary_init="so3", spins=[1]))
     query, key = torch.randn(2, 1, HEADS, 8, HEAD_DIM)

@@ -5,7 +5,6 @@ import logging
 import math
 import re
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -442,47 +441,6 @@ def test_matrices_that_are_not_poses(change, message):
     with pytest.raises(ValueError, match="reference"):
         layer.frames(random_poses(2, 3), reference=damaged(change)[:, 2])
     layer.frames(damaged(change), known=torch.tensor([True, True, False]))
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"head_dim": 18}, "head_dim=18"),
-        ({"head_dim": 0}, "head_dim=0"),
-        ({"head_dim": 8, "patch_share": 0.25}, "patch_share=0.25 leaves 6 to poses"),
-        ({"head_dim": 8, "patch_share": 1.0}, "patch_share=1.0"),
-        ({"head_dim": 8, "translation_scale": 0.0}, "translation_scale=0.0"),
-    ],
-)
-def test_sizes_that_do_not_fit(options, message):
-    with pytest.raises(ValueError, match=message):
-        PoseEmbedding(**options)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"poses": torch.eye(3).expand(2, 4, 3, 3)}, r"poses of shape \(2, 4, 3, 3\)"),
-        ({"poses": torch.empty(2, 0, 4, 4)}, r"poses of shape \(2, 0, 4, 4\).*at least one token"),
-        ({"poses": [[1.0]]}, "poses is a list; a tensor is needed"),
-        ({"known": [True] * 4}, "known is a list; a tensor is needed"),
-        ({"reference": np.eye(4)}, "reference is a ndarray; a tensor is needed"),
-        ({"intrinsics": torch.eye(3).expand(2, 4, 3, 3), "image_size": (math.nan, 2)}, r"image_size=\(nan, 2\)"),
-        ({"intrinsics": torch.eye(3).expand(2, 4, 3, 3), "image_size": 224}, "image_size=224 must be"),
-        ({"poses": torch.eye(4).half().expand(2, 4, 4, 4)}, "torch.float16: float32 or float64"),
-        ({"intrinsics": torch.eye(3).expand(2, 4, 3, 3)}, "image_size=None"),
-        ({"image_size": (4, 4)}, "without intrinsics"),
-        ({"intrinsics": torch.zeros(2, 4, 3, 3), "image_size": (4, 4)}, r"intrinsics\[0, 0\]"),
-        ({"intrinsics": torch.eye(3).expand(2, 5, 3, 3), "image_size": (4, 4)}, "5 tokens in 2 samples"),
-        ({"known": torch.ones(2, 4)}, "bool is needed"),
-        ({"known": torch.ones(3, 4, dtype=torch.bool)}, "3 samples"),
-        ({"reference": torch.eye(4).expand(3, 4, 4)}, "reference of shape"),
-        ({"patches": torch.rand(4, 2)}, "patch_share=0.0 and patches were given"),
-    ],
-)
-def test_options_that_do_not_fit(options, message):
-    with pytest.raises(ValueError, match=message):
-        PoseEmbedding(HEAD_DIM).frames(**{"poses": torch.eye(4).expand(2, 4, 4, 4)} | options)
 
 
 def test_states_that_do_not_fit():

@@ -398,26 +398,6 @@ def test_periodic_axes_wrap_around():
     assert (rotary.rotate(states, moved) - rotary.rotate(states, positions)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"frequencies": torch.ones(3, 24)}, r"frequencies of shape \(3, 24\).*\(2, 1, 4, 24\) here"),
-        ({"frequencies": torch.ones(2, 3, 24)}, r"frequencies of shape \(2, 3, 24\)"),
-        ({"frequencies": torch.full((2, 24), math.nan)}, "must be finite"),
-        ({"frequencies": torch.ones(2, 25)}, "pairing of 25 planes.*must name channels from 0 to 47"),
-        ({"frequencies": torch.ones(2, 4), "pairing": [(0, 1)]}, "of 4 planes, and pairing names the channels of 1"),
-        ({"pairing": "neighbours"}, "pairing='neighbours': accepted are adjacent, halves"),
-        ({"pairing": [(0, 1), (1, 2)]}, "each once at most"),
-        ({"frequencies": torch.rand(2, 24), "position_encoding": "comrope_ld"}, "cannot start with these frequencies"),
-        ({"frequencies": torch.ones(2, 24), "position_encoding": "circulant_string"}, "Fourier basis"),
-        ({"round_angles": True, "position_encoding": "liere"}, "round_angles=True is for planes.*accepted: rope_mixed"),
-    ],
-)
-def test_frequencies_and_pairs_that_do_not_fit(fields, message):
-    with pytest.raises(ValueError, match=message):
-        LieRotaryEmbedding(HEADS, HEAD_DIM, **{"num_axes": 2, "position_encoding": "rope_mixed", **fields})
-
-
 def test_the_module_for_torchtune_takes_queries_and_fewer_keys():
     lines = next(block.text for block in blocks(ROOT / "docs/layer.md") if "class LearnedRope" in block.text)
     namespace = {"torch": torch, "nn": nn, "hf_liere": hf_liere}

@@ -318,6 +318,11 @@ INPUTS = {
         ({"positions": grid(2, 3)}, "positions of 6 tokens in 1 samples"),
         ({"positions": grid(1, 5)._replace(torch.full((5, 2), INF))}, "10 values that are not finite"),
     ],
+    "rotate": [({"states": torch.zeros(2, 3, 5, 48)}, r"\(2, 3, 5, 48\) must be \(batch, 2 or 4 heads")],
+    "from_grid": [
+        ({"coordinates": "pixels"}, "'pixels'; accepted are index, train_grid, centred_grid, .* unit, unit_width"),
+        ({"coordinates": "physical"}, "follow from the spacing of an input"),
+    ],
     "frames": [
         ({"poses": torch.eye(3).expand(2, 4, 3, 3)}, r"poses of shape \(2, 4, 3, 3\)"),
         ({"poses": torch.empty(2, 0, 4, 4)}, r"poses of shape \(2, 0, 4, 4\).*at least one token"),
@@ -355,6 +360,8 @@ CALLED = {
     "tokens": (lambda: hf_liere.LieRETokensForTokenClassification(TOKENS(feature_size=5)), FEATURES),
     "series": (lambda: hf_liere.LieRETokensForSequenceClassification(TOKENS(feature_size=5, pooling="mean")), FEATURES),
     "layer": (lambda: LAYER(num_key_value_heads=2, block_size=4), STATES),
+    "rotate": (lambda: LAYER(num_key_value_heads=2, block_size=4).rotate, {"positions": torch.zeros(5, 2)}),
+    "from_grid": (lambda: TokenPositions.from_grid, {"grid": (2, 2), "train_grid": (2, 2)}),
     "frames": (lambda: PoseEmbedding(16).frames, {"poses": torch.eye(4).expand(2, 4, 4, 4)}),
 }
 CALLED = {kind: (functools.cache(make), inputs) for kind, (make, inputs) in CALLED.items()}

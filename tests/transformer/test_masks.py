@@ -51,25 +51,6 @@ def test_samples_hide_tokens_of_their_own(tiny):
     )
 
 
-@pytest.mark.parametrize(
-    "mask, message",
-    [
-        (torch.ones(2, 16, dtype=torch.bool), r"\(2, 16\) in torch.bool must be \(2, 17\)"),
-        (torch.ones(3, 17, dtype=torch.bool), r"\(3, 17\) in torch.bool must be \(2, 17\)"),
-        (torch.ones(1, 17, dtype=torch.bool), r"\(1, 17\) in torch.bool must be \(2, 17\)"),
-        (torch.ones(17), r"\(17,\) in torch.float32 must be \(2, 17\)"),
-        (torch.ones(2, 1, 4, 4), r"\(2, 1, 4, 4\)"),
-        (torch.ones(2, 1, 17, 17, dtype=torch.long), "torch.int64 must be .* Boolean or floating point"),
-        (torch.zeros(2, 17).masked_fill(~VISIBLE, -torch.inf), "contains -inf: a mask of tokens is 1 or true"),
-        (torch.tensor([[True] * 17, [True] + [False] * 16]), r"hides all 16 tokens to be pooled of samples \[1\]"),
-        (object(), "cannot tell which tokens a object hides"),
-    ],
-)
-def test_masks_that_do_not_fit(tiny, mask, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        encoder(tiny, "mean")(torch.randn(2, 3, 16, 16), attention_mask=mask)
-
-
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_masks_in_a_compiled_graph(tiny, pooling):
     model = encoder(tiny, pooling)

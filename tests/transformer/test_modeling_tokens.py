@@ -282,34 +282,6 @@ def test_gradient_checkpointing_and_half_precision(encoding):
     torch.testing.assert_close(half.float(), expected, rtol=0, atol=0.06 * expected.abs().max().item())
 
 
-BAD_INPUT = [
-    ({"positions": None}, r"'liere' needs positions, of shape \(9, 2\) or \(2, 9, 2\); none were given"),
-    ({"positions": torch.rand(2, 9, 3)}, r"\(2, 9, 3\) do not match the input: accepted are \(9, 2\)"),
-    ({"positions": torch.rand(2, 8, 2)}, r"\(2, 8, 2\) do not match .*\(2, 9, 2\)"),
-    ({"positions": torch.rand(3, 9, 2)}, r"\(3, 9, 2\) do not match"),
-    ({"positions": torch.rand(9)}, r"\(9,\) do not match"),
-    ({"positions": torch.arange(18).view(9, 2)}, "torch.int64; a floating point type"),
-    ({"positions": torch.full((9, 2), torch.nan)}, "18 values that are not finite"),
-    ({"inputs_embeds": torch.rand(2, 9, 4)}, r"\(2, 9, 4\) must be .*feature_size=5"),
-    ({"inputs_embeds": torch.rand(9, 5)}, r"\(9, 5\) must be \(batch, tokens, feature_size\)"),
-    ({"inputs_embeds": torch.rand(2, 0, 5)}, "at least one token"),
-    ({"inputs_embeds": torch.ones(2, 9, 5, dtype=torch.long)}, "torch.int64; a floating point type"),
-    ({"attention_mask": torch.ones(2, 10)}, r"\(2, 10\) must be \(2, 9\) \(batch, tokens\), without class"),
-    ({"attention_mask": torch.ones(9)}, r"\(9,\) must be \(2, 9\)"),
-    ({"attention_mask": torch.tensor([[1] * 9, [0] * 9])}, r"hides all 9 tokens of samples \[1\]"),
-    ({"attention_mask": torch.full((2, 9), -1.0)}, "contains -1.0"),
-]
-
-
-@pytest.mark.parametrize("given, message", BAD_INPUT)
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_bad_input(given, message, pooling):
-    features, positions = tokens()
-    for make in HEADS:
-        with pytest.raises(ValueError, match=f"(?s){message}"):
-            build(make, pooling=pooling)(**{"inputs_embeds": features, "positions": positions} | given)
-
-
 def test_bad_labels_and_positions_without_an_encoding():
     features, positions = tokens()
     with pytest.raises(ValueError, match=r"labels of shape \(2,\) must be \(2, 9\)"):
@@ -318,31 +290,6 @@ def test_bad_labels_and_positions_without_an_encoding():
     assert torch.equal(model(features, positions).logits, model(features).logits)
     with pytest.raises(ValueError, match="do not match the input"):
         model(features, positions[..., :1])
-
-
-BAD_FIELDS = [
-    ({"num_axes": 7}, r"num_axes=7 must lie in 1 … 6"),
-    ({"num_axes": 0}, r"num_axes=0 must lie in 1 … 6"),
-    ({"feature_size": 0}, "feature_size=0 must be at least 1"),
-    ({"position_scale": [1.0]}, r"position_scale=\[1.0\] must be one number above 0 .* or 2 of them"),
-    ({"position_scale": 0}, "position_scale=0 must be one number above 0"),
-    ({"position_origin": [0, float("inf")]}, r"position_origin=\[0, inf\] must be one number that is finite"),
-    ({"position_encoding": "absolute"}, "absolute' implies, needs position_table_size, 2 numbers"),
-    ({"position_encoding": "absolute", "position_table_size": [4]}, r"\[4\] must be 2 numbers"),
-    ({"position_encoding": "none", "position_scale": 0.5}, "position_scale=0.5 would do nothing .*'none'"),
-    ({"position_encoding": "comrope_ap", "block_size": 8}, "block_size=8 times 2 axes must divide head_dim=24"),
-    ({"image_size": 32}, "image_size: fields of images and videos have no meaning for tokens"),
-    ({"num_channels": 3, "patch_size": 4}, "num_channels, patch_size: fields of images"),
-    ({"coordinates": "unit", "num_frames": 3}, "coordinates, num_frames: fields of images"),
-]
-
-
-@pytest.mark.parametrize("given, message", BAD_FIELDS)
-def test_bad_fields(given, message):
-    with pytest.raises(StrictDataclassError, match=f"(?s){message}"):
-        hf_liere.LieRETokensConfig(
-            **{"hidden_size": 48, "num_attention_heads": 2, "num_axes": 2, "block_size": None} | given
-        )
 
 
 def test_a_classifier_of_tokens_needs_their_norm():

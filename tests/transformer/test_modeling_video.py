@@ -65,16 +65,3 @@ def test_positions_have_three_axes(tiny_video):
     assert model(clip, positions=positions).pooler_output.shape == (2, 48)
     with pytest.raises(ValueError, match=r"\(8, 2\).*\(8, 3\)"):
         model(clip, positions=positions[0, :, :2])
-
-
-@pytest.mark.parametrize(
-    "shape, message",
-    [
-        ((2, 3, 8, 8), r"\(2, 3, 8, 8\) must be \(batch, frames, channels, height, width\)"),
-        ((2, 5, 3, 8, 8), r"\(5, 8, 8\) is not divisible .*\(2, 4, 4\)"),
-        ((2, 4, 1, 8, 8), "1 channels.*num_channels=3"),
-    ],
-)
-def test_bad_clips(tiny_video, shape, message):
-    with pytest.raises(ValueError, match=message):
-        hf_liere.LieREVideoModel(tiny_video())(torch.zeros(shape))

@@ -7,7 +7,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForImageClassification
 
 import hf_liere
-from hf_liere.encoding.positions import TokenPositions
 from hf_liere.errors import InputError
 from hf_liere.tools.export import export_model
 from hf_liere.tools.inspection.analysis import analyse
@@ -148,57 +147,6 @@ def test_physical_coordinates_are_augmented_in_training(tiny_video):
     factor = moved[0, 0, 1] / still[0, 0, 1]
     assert 1 / 3 <= factor <= 3 and abs(factor - 1) > 0.01
     torch.testing.assert_close(moved, still * factor, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({}, r"'physical' needs spacing of shape \(3,\) or \(2, 3\)"),
-        ({"spacing": (1.0, 1.0)}, r"spacing of shape \(2,\) must be \(3,\) or \(2, 3\)"),
-        ({"spacing": torch.ones(3, 3)}, r"spacing of shape \(3, 3\) must be"),
-        ({"spacing": (1.0, 0.0, 1.0)}, "spacing contains 0.0; positive and finite"),
-        ({"spacing": (1.0, -2.0, 1.0)}, "spacing contains -2.0"),
-        ({"spacing": (1.0, float("nan"), 1.0)}, "spacing contains nan"),
-        ({"frame_times": torch.arange(4.0)}, r"needs spacing of shape \(2,\) or \(2, 2\): rows and columns only"),
-        (
-            {"spacing": (1.0, 1.0, 1.0), "frame_times": torch.arange(4.0)},
-            r"spacing of shape \(3,\) must be \(2,\) or \(2, 2\)",
-        ),
-        ({"spacing": (1.0, 1.0), "frame_times": torch.arange(5.0)}, r"frame_times of shape \(5,\) must be \(4,\)"),
-        ({"spacing": (1.0, 1.0), "frame_times": torch.tensor([0.0, 1.0, 0.5, 2.0])}, "decrease at frame 2"),
-        ({"spacing": (1.0, 1.0), "frame_times": torch.tensor([0.0, 1.0, 2.0, torch.inf])}, "1 values that are not"),
-        ({"spacing": (1.0, 1.0, 1.0), "positions": torch.rand(8, 3)}, "spacing and positions were both given"),
-    ],
-)
-def test_spacings_and_times_that_do_not_fit(tiny_video, given, message):
-    with pytest.raises(ValueError, match=message):
-        video_model(tiny_video)(torch.randn(2, 4, 3, 8, 8), **given)
-
-
-def test_models_that_take_no_spacing(tiny, tiny_video):
-    pixel_values = torch.randn(1, 3, 16, 16)
-    for fields in ({"position_encoding": "liere"}, {"position_encoding": "none"}):
-        model = hf_liere.LieREViTForImageClassification(tiny(**fields))
-        with pytest.raises(ValueError, match="spacing was given, but coordinates=.* do not depend on it"):
-            model(pixel_values, spacing=(1.0, 1.0))
-    with pytest.raises(ValueError, match="model of images, which have no frames"):
-        image_model(tiny)(pixel_values, spacing=(1.0,), frame_times=torch.arange(4.0))
-    for fields, message in (
-        ({"physical_unit": None}, "'physical' need physical_unit, not None"),
-        ({"physical_unit": [1.0]}, r"not \[1.0\]: .* one positive number or 2"),
-        ({"physical_unit": 0.0}, "physical_unit, not 0.0"),
-        (
-            {"physical_unit": 2.0, "coordinates": "unit"},
-            "physical_unit=2.0 would do nothing here: accepted with coordinates='physical'",
-        ),
-        ({"physical_unit": 2.0, "folded_grids": [[4, 4]]}, "depend on the spacing"),
-    ):
-        with pytest.raises(StrictDataclassError, match=message):
-            tiny(**{"coordinates": "physical", **fields})
-    with pytest.raises(ValueError, match="which pretrained models do not take"):
-        hf_liere.RotaryPatchConfig(coordinates="physical")
-    with pytest.raises(ValueError, match="follow from the spacing of an input"):
-        TokenPositions.from_grid((4, 4), (4, 4), "physical")
 
 
 def test_rotations_that_are_in_the_weights_can_be_folded(tiny):

@@ -407,61 +407,6 @@ def test_saved_and_loaded(tmp_path):
         assert torch.equal(one, same)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_key_value_heads=3"),
-        ({"head_dim": 1, "block_size": 2}, "A head_dim of 1 cannot be rotated; liere needs at least 2"),
-        ({"num_axes": 7}, "num_axes=7 must lie in 1 … 6"),
-        ({"num_axes": 0}, "num_axes=0 must lie in 1 … 6"),
-        ({"position_encoding": "absolute"}, "'absolute'; accepted are liere"),
-        ({"block_size": 100}, "block_size=100 does not fit a head_dim of 48"),
-        ({"position_encoding": "comrope_ap", "num_axes": 5}, "comrope_ap"),
-        ({"rotary_init": "other"}, "rotary_init"),
-    ],
-)
-def test_arguments_that_do_not_fit(options, message):
-    options = {"num_heads": 4, "head_dim": 48, "num_axes": 2, **options}
-    with pytest.raises(ValueError, match=message):
-        LieRotaryEmbedding(**options)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"positions": torch.zeros(5, 3)}, r"positions of shape \(5, 3\) must be \(tokens, 2\)"),
-        ({"positions": torch.zeros(5)}, r"positions of shape \(5,\)"),
-        ({"positions": torch.zeros(6, 2)}, "positions of 6 tokens in 1 samples"),
-        ({"positions": torch.zeros(3, 5, 2)}, "positions of 5 tokens in 3 samples"),
-        ({"positions": torch.zeros(5, 2, dtype=torch.long)}, "torch.int64; a floating point type is needed"),
-        ({"positions": torch.full((5, 2), torch.nan)}, "10 values that are not finite"),
-        ({"key": torch.zeros(2, KEY_HEADS, 6, HEAD_DIM)}, "5 queries and 6 keys: pass the keys' own key_positions"),
-        ({"key": torch.zeros(2, 3, 5, HEAD_DIM)}, r"key of shape \(2, 3, 5, 48\) must be \(batch, 2 heads"),
-        ({"query": torch.zeros(2, HEADS, 5, 64)}, "head_dim=48"),
-        ({"query": torch.zeros(2, HEADS, 5, HEAD_DIM, dtype=torch.int)}, "query are torch.int32"),
-        ({"layer": 1}, "layer=1: this module has rotations of 1 layers; accepted: 0 … 0"),
-        (
-            {"positions": [[0.0, 0.0]] * 5},
-            r"positions are a list; accepted are a floating point tensor of shape \(tokens, 2",
-        ),
-        ({"positions": torch.zeros(5, 2).numpy()}, "positions are a ndarray; accepted are"),
-        ({"positions": grid_positions((1, 5, 1))}, r"positions of shape \(5, 3\) must be \(tokens, 2\)"),
-        ({"positions": grid_positions((2, 3))}, "positions of 6 tokens in 1 samples"),
-        (
-            {"positions": grid_positions((1, 5))._replace(coordinates=torch.full((5, 2), torch.inf))},
-            "10 values that are not finite",
-        ),
-    ],
-)
-def test_inputs_that_do_not_fit(change, message):
-    query, key = inputs()
-    arguments = {"query": query, "key": key, "positions": torch.zeros(5, 2), **change}
-    with pytest.raises(ValueError, match=message):
-        build("liere")(**arguments)
-    with pytest.raises(ValueError, match=r"\(2, 3, 5, 48\) must be \(batch, 2 or 4 heads"):
-        build("liere").rotate(torch.zeros(2, 3, 5, HEAD_DIM), torch.zeros(5, 2))
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_one_of_several_layers_is_named(shared):
     rotary = build("rope_mixed", num_layers=3, share_layers=shared)
