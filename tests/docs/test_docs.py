@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from checkout import ROOT
+from clip_files import write_clip
 from conversion_cases import liere_weights
 from fresh_process import run_warm
 from hub_client import WRITE
@@ -262,15 +263,10 @@ def module_of(script: str):
 
 def write_clips(folder: Path) -> None:
     """Two mp4 files of each of two classes, in train/ and validation/."""
-    av = pytest.importorskip("av")
     for split, kind, index in itertools.product(("train", "validation"), "ab", range(2)):
         (folder / split / kind).mkdir(parents=True, exist_ok=True)
-        with av.open(str(folder / split / kind / f"{index}.mp4"), "w") as container:
-            stream = container.add_stream("mpeg4", rate=10)
-            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-            for frame in np.random.default_rng(index).integers(0, 256, (20, 48, 64, 3), np.uint8):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-            container.mux(stream.encode())
+        frames = np.random.default_rng(index).integers(0, 256, (20, 48, 64, 3), np.uint8)
+        write_clip(folder / split / kind / f"{index}.mp4", frames)
 
 
 def test_the_site_builds_without_warnings(tmp_path):

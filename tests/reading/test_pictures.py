@@ -39,15 +39,21 @@ def upright(seed=0):
     return np.random.default_rng(seed).integers(0, 256, (6, 10, 3), dtype=np.uint8)
 
 
-def readers(path):
-    """The same file as every part of the repository reads it."""
+def read_for_training(path):
     table = datasets.Dataset.from_dict({"image": [{"bytes": path.read_bytes(), "path": None}]})
     table = table.cast_column("image", datasets.Image(decode=False))
-    yield "training", DecodedImages(table, "image", np.zeros(1), 3, 0)[0][0]
-    yield "predict", read_file(path, False).frames[0]
-    yield "inspect", read_samples([], str(path.parent), None, 1, False)[0].frames[0]
-    yield "page", np.asarray(open_picture(path)[0])
-    yield "frames", FrameReader(3).read(path, [0])[0]
+    return DecodedImages(table, "image", np.zeros(1), 3, 0)[0][0]
+
+
+# A file that is alone in its folder, as every part of the repository reads it.
+READERS = {
+    "training": read_for_training,
+    "predict": lambda path: read_file(path, False).frames[0],
+    "inspect": lambda path: read_samples([], str(path.parent), None, 1, False)[0].frames[0],
+    "page": lambda path: np.asarray(open_picture(path)[0]),
+    "frames": lambda path: FrameReader(3).read(path, [0])[0],
+    "folder of frames": lambda path: FrameReader(3).read(path.parent, [0])[0],
+}
 
 
 @pytest.mark.parametrize("orientation", STORED)
@@ -55,8 +61,8 @@ def test_cameras_say_how_they_were_held(orientation, tmp_path):
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     Image.fromarray(np.ascontiguousarray(STORED[orientation](upright()))).save(tmp_path / "a.png", exif=exif)
-    for name, found in readers(tmp_path / "a.png"):
-        assert np.array_equal(found, upright()), name
+    for name, read in READERS.items():
+        assert np.array_equal(read(tmp_path / "a.png"), upright()), name
 
 
 @pytest.mark.parametrize("suffix", ["webp", "png"])
@@ -105,32 +111,17 @@ def test_half_transparent_pixels_are_mixed_with_white(tmp_path):
     Image.new("RGBA", (8, 8), (100, 0, 200, 51)).save(tmp_path / "a.png")
     # 51 is a fifth of 255.
     expected = np.array([100, 0, 200]) / 5 + 255 * 4 / 5
-    for name, found in readers(tmp_path / "a.png"):
-        assert np.abs(found - expected).max() <= 1, name
+    for name, read in READERS.items():
+        assert np.abs(read(tmp_path / "a.png") - expected).max() <= 1, name
 
 
-@pytest.mark.parametrize("name", ["I;16.png", "I;16B.tif", "I.tif", "F.tif"])
-def test_depths_without_a_range_are_refused_everywhere(name, tmp_path):
-    array = np.arange(64).reshape(8, 8) * 1000
-    path = tmp_path / f"deep.{name.partition('.')[2]}"
-    types = {"I;16": "<u2", "I;16B": ">u2", "I": "i4", "F": "f4"}
-    Image.fromarray(array.astype(types[name.partition(".")[0]])).save(path)
-    attempts = [
-        lambda: next(readers(path)),
-        lambda: read_file(path, False),
-        lambda: FrameReader(3).read(path, [0]),
-        lambda: FrameReader(3).read(folder_of(path), [0]),
-    ]
-    for attempt in attempts:
-        with pytest.raises(ValueError, match="has mode|: mode"):
-            attempt()
-
-
-def folder_of(path):
-    folder = path.parent / "frames"
-    folder.mkdir(exist_ok=True)
-    (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("dtype, suffix", [("<u2", "png"), (">u2", "tif"), ("i4", "tif"), ("f4", "tif")])
+def test_depths_without_a_range_are_refused_everywhere(dtype, suffix, reader, tmp_path):
+    path = tmp_path / f"deep.{suffix}"
+    Image.fromarray((np.arange(64).reshape(8, 8) * 1000).astype(dtype)).save(path)
+    with pytest.raises(ValueError, match="has mode|: mode"):
+        READERS[reader](path)
 
 
 def test_colours_of_sixteen_bits_use_their_range(tmp_path):
@@ -147,8 +138,8 @@ def test_colours_of_sixteen_bits_use_their_range(tmp_path):
     header = struct.pack(">IIBBBBB", 10, 6, 16, 2, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     (tmp_path / "a.png").write_bytes(content)
-    for name, found in readers(tmp_path / "a.png"):
-        assert np.array_equal(found, eight), name
+    for name, read in READERS.items():
+        assert np.array_equal(read(tmp_path / "a.png"), eight), name
 
 
 def test_rare_files(tmp_path):

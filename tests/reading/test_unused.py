@@ -9,9 +9,9 @@ import pytest
 import training_helpers  # noqa: F401 (makes training importable)
 from clip_files import write_clip, write_series
 from PIL import Image
+from published_models import vit
 from transformers import ViTImageProcessor
 
-import hf_liere
 from hf_liere.reading.clips import FrameReader
 from hf_liere.reading.files import UnreadableError
 from hf_liere.tools.cli import main
@@ -199,9 +199,7 @@ def pages(path, count=3):
 
 @pytest.fixture
 def classifier(tmp_path):
-    shape = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = hf_liere.LieREViTConfig(**shape, patch_size=4, image_size=8, id2label={0: "cat", 1: "dog"})
-    hf_liere.LieREViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    vit(image_size=8, id2label={0: "cat", 1: "dog"}).save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from checkout import ROOT
 from conversion_cases import images, liere_weights
+from published_models import vit
 from run_records import edit
 from transformers import AutoModelForImageClassification
 
-import hf_liere
 from hf_liere.auto import load_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.tools.cli import UPGRADED_ENCODINGS, main
@@ -140,11 +140,9 @@ def test_no_code_of_a_checkpoint_runs(saved, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def saved(tiny, tmp_path):
-    folder = tmp_path / "model"
-    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="comrope_ld", num_hidden_layers=1))
-    model.save_pretrained(folder)
-    return folder
+def saved(tmp_path):
+    vit(position_encoding="comrope_ld", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 def own_lines(stderr):
