@@ -1,21 +1,18 @@
 """`rotary_init="axial"`: learned encodings that start at the rotations of Axial RoPE with the indices of patches."""
 
-import patching_cases
 import pytest
-import reference
 import torch
 from encoding_cases import perturb
 from inspection_pages import describe_start
 
 import hf_liere
 from hf_liere.encoding.folding import build_encoding
-from hf_liere.encoding.placement import place_patches
 from hf_liere.tools.inspection.analysis import analyse
-from hf_liere.tools.inspection.encodings import generator_matrices
 
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
-RECTANGLE = {**SIZES, "image_size": (32, 48), "patch_size": 8}
+RECTANGLE = {**SIZES, "image_size": (32, 48), "patch_size": 8, "initializer_range": 0.2}
+CLIPS = {**RECTANGLE, "num_frames": 8, "tubelet_size": 2}
 # (encoding, block_size, axial_layout) that contain Axial RoPE in place, with heads of 24 channels on two axes.
 PLANES = [
     ("rope_mixed", 2, "interleaved"),
@@ -32,18 +29,12 @@ PLANES = [
 ]
 # Upgrades to these may turn their planes.
 WITH_BASES = ("cayley_string", "liere_product")
+# Conventions with the first patch at 0, where prefix tokens are as well.
 ON_GRIDS = ("index", "train_grid", "fixed_grid", "train_index")
 
 
 def image_config(**fields):
     return hf_liere.LieREViTConfig(**{**RECTANGLE, **fields})
-
-
-def dense_rotations(config):
-    """(P + N, D, D) rotations of the first head in the last layer, for the training grid."""
-    encoding = build_encoding(config, config.num_axes)
-    rotation = list(encoding(place_patches(config, config.train_grid, torch.device("cpu"))))[-1]
-    return reference.dense(rotation, config.head_dim, config.num_attention_heads)[0, 0]
 
 
 @pytest.fixture
@@ -53,91 +44,40 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-def axial_reference(config):
-    """(P + N, D, D) of Axial RoPE with the indices of patches, from the reference."""
-    fixed = type(config)(
-        **{
-            **config.to_dict(),
-            "position_encoding": "axial_rope",
-            "rotary_init": None,
-            "block_size": 2,
-        }
-    )
-    fixed.coordinates, fixed.rotate_prefix = "index", False
-    positions = place_patches(fixed, fixed.train_grid, torch.device("cpu")).coordinates
-    return torch.stack([reference.head_rotation(each, {}, fixed, fixed.num_axes, 1, 0) for each in positions])
+def check_logits(kind, fixed, learned, pixels):
+    """Those of Axial RoPE, with its weights. ComRoPE's eigenbasis is that of a matrix perturbed by 2e-12."""
+    fixed, model = kind(fixed).eval(), kind(learned).eval()
+    assert not model.load_state_dict(fixed.state_dict(), strict=False).unexpected_keys
+    torch.testing.assert_close(model(pixels).logits, fixed(pixels).logits, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("encoding, size, layout", PLANES)
 @pytest.mark.parametrize("coordinates", ON_GRIDS)
-def test_rotations_are_those_of_axial_rope(encoding, size, layout, coordinates, in_float64):
-    """On a rectangle, with prefix tokens at zero and an own base."""
-    fields = {"axial_layout": layout, "rope_theta": 40.0, "rotary_init_scale": 1.5}
-    config = image_config(
-        position_encoding=encoding,
-        block_size=size,
-        coordinates=coordinates,
-        rotary_init="axial",
-        rotate_prefix=False,
-        num_register_tokens=1,
-        **fields,
-    )
-    # Angles go up to 1.5 · 5 radians. The exponential of larger blocks has an error of 2e-13, and ComRoPE's eigenbasis
-    # is that of a matrix perturbed by 2e-12.
-    tolerance = 1e-10 if encoding.startswith("comrope") else 1e-12
-    torch.testing.assert_close(dense_rotations(config), axial_reference(config), rtol=0, atol=tolerance)
+def test_logits_of_images(encoding, size, layout, coordinates, in_float64):
+    """With class and register tokens, an own base and a scale."""
+    fields = {"axial_layout": layout, "rope_theta": 40.0, "rotary_init_scale": 1.5, "num_register_tokens": 2}
+    own = {"position_encoding": encoding, "block_size": size, "rotary_init": "axial", "coordinates": coordinates}
+    configs = image_config(position_encoding="axial_rope", **fields), image_config(**own, **fields)
+    check_logits(hf_liere.LieREViTForImageClassification, *configs, torch.randn(2, 3, 32, 48))
 
 
-@pytest.mark.parametrize("coordinates", [*ON_GRIDS, "unit", "unit_width", "physical"])
-def test_patches_of_a_volume(coordinates, in_float64):
-    """R(0)ᵀR(p) of all patches on three axes, in heads of 20 channels, of which Axial RoPE rotates 18."""
-    spaced = {"physical_unit": 3.0} if coordinates == "physical" else {}
-    sizes = {**SIZES, "hidden_size": 40, "image_size": (16, 24), "patch_size": 8, "num_frames": 8, "tubelet_size": 2}
-    config = hf_liere.LieREVideoConfig(
-        **sizes, **spaced, position_encoding="liere", block_size=4, rotary_init="axial", coordinates=coordinates
-    )
-    encoding = build_encoding(config, 3)
-    if coordinates == "physical":
-        # Inputs with an extent of one unit on every axis.
-        config.coordinates, config.physical_unit = "unit", None
-    rotation = list(encoding(place_patches(config, config.train_grid, torch.device("cpu"))))[0]
-    found = reference.dense(rotation, 20, 2)[0, 0, 1:]
-    expected = axial_reference(config)[1:]
-    torch.testing.assert_close(found[0].T @ found, expected[0].T @ expected, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("coordinates", [*ON_GRIDS, "unit", "unit_width", "centred_grid"])
+def test_logits_of_clips(coordinates, in_float64):
+    """On three axes in any convention, in heads of 20 channels, of which Axial RoPE rotates 18."""
+    fields = {**CLIPS, "hidden_size": 40, "use_class_token": False, "pooling": "mean"}
+    own = {"position_encoding": "liere", "block_size": 4, "rotary_init": "axial", "coordinates": coordinates}
+    fixed = hf_liere.LieREVideoConfig(**fields, position_encoding="axial_rope")
+    learned, kind = hf_liere.LieREVideoConfig(**fields, **own), hf_liere.LieREVideoForVideoClassification
+    check_logits(kind, fixed, learned, torch.randn(2, 8, 3, 32, 48))
 
 
-@pytest.mark.parametrize("encoding, size, layout", PLANES)
-def test_logits_are_those_of_axial_rope(encoding, size, layout):
-    """With class and register tokens; generators are rounded to float32, at angles up to five."""
-    config = image_config(position_encoding="axial_rope", axial_layout=layout, num_register_tokens=2)
-    config.initializer_range = 0.2
-    fixed = hf_liere.LieREViTForImageClassification(config).eval()
-    learned = image_config(
-        position_encoding=encoding,
-        block_size=size,
-        rotary_init="axial",
-        axial_layout=layout,
-        coordinates="train_grid",
-        num_register_tokens=2,
-    )
-    model = hf_liere.LieREViTForImageClassification(learned).eval()
-    assert not model.load_state_dict(fixed.state_dict(), strict=False).unexpected_keys
-    pixels = torch.randn(2, 3, 32, 48)
-    torch.testing.assert_close(model(pixels).logits, fixed(pixels).logits, rtol=0, atol=2e-5)
-
-
-def test_centred_coordinates_place_prefix_tokens_in_the_middle():
+def test_centred_coordinates_place_prefix_tokens_in_the_middle(in_float64):
     """In `unit`, a class token at ½ is where `index` has the middle of a square grid."""
     square = {"image_size": 32, "patch_size": 8}
-    config = image_config(**square, position_encoding="axial_rope", rotate_prefix=True, prefix_coordinate=1.5)
-    fixed = hf_liere.LieREViTModel(config).eval()
+    fixed = image_config(**square, position_encoding="axial_rope", rotate_prefix=True, prefix_coordinate=1.5)
     learned = image_config(**square, position_encoding="comrope_ld", block_size=6, rotary_init="axial")
     assert learned.rotate_prefix and learned.coordinates == "unit"
-    model = hf_liere.LieREViTModel(learned).eval()
-    model.load_state_dict(fixed.state_dict(), strict=False)
-    pixels = torch.randn(2, 3, 32, 32)
-    # Generators are rounded to float32.
-    torch.testing.assert_close(model(pixels)[0], fixed(pixels)[0], rtol=0, atol=2e-5)
+    check_logits(hf_liere.LieREViTForImageClassification, fixed, learned, torch.randn(2, 3, 32, 32))
 
 
 @pytest.mark.parametrize("encoding, size, layout", [case for case in PLANES if case[0] not in WITH_BASES])
@@ -145,47 +85,22 @@ def test_an_upgrade_has_the_parameters_of_the_start(encoding, size, layout):
     model = hf_liere.LieREViTModel(image_config(position_encoding="axial_rope", axial_layout=layout))
     upgraded = hf_liere.upgrade_encoding(model, position_encoding=encoding, block_size=size)
     assert (upgraded.config.rotary_init, upgraded.config.axial_layout) == ("axial", layout)
-    started = build_encoding(
-        image_config(
-            position_encoding=encoding, block_size=size, rotary_init="axial", axial_layout=layout, coordinates="index"
-        ),
-        2,
-    )
+    own = {"position_encoding": encoding, "block_size": size, "rotary_init": "axial", "axial_layout": layout}
+    started = build_encoding(image_config(**own, coordinates="index"), 2)
     for name, parameter in started.named_parameters():
         assert torch.equal(upgraded.rotary_encoding.get_parameter(name), parameter)
 
 
 @pytest.mark.parametrize("encoding, size", [("liere", 4), ("comrope_ld", 4)])
-def test_the_layer_and_models_of_tokens_take_positions_as_given(encoding, size):
-    options = {"rotary_init": "axial", "block_size": size, "rope_theta": 1000}
-    positions = 5 * torch.randn(7, 3)
-    layers = [
-        hf_liere.LieRotaryEmbedding(2, 24, 3, "axial_rope", rope_theta=1000),
-        hf_liere.LieRotaryEmbedding(2, 24, 3, encoding, **options, share_heads=True),
-    ]
-    states = torch.randn(2, 2, 7, 24)
+def test_models_of_tokens_take_positions_as_given(encoding, size):
+    fields = {**SIZES, "num_axes": 3, "feature_size": 4, "position_scale": 0.5, "rope_theta": 1000}
+    own = {"position_encoding": encoding, "block_size": size, "rotary_init": "axial"}
+    fixed = hf_liere.LieRETokensModel(hf_liere.LieRETokensConfig(**fields, position_encoding="axial_rope")).eval()
+    model = hf_liere.LieRETokensModel(hf_liere.LieRETokensConfig(**fields, **own)).eval()
+    model.load_state_dict(fixed.state_dict(), strict=False)
+    features, positions = torch.randn(2, 7, 4), 5 * torch.randn(7, 3)
     # Generators are rounded to float32, at angles up to twenty.
-    torch.testing.assert_close(*(layer.rotate(states, positions) for layer in layers), rtol=0, atol=2e-5)
-    fields = {**SIZES, "num_axes": 3, "feature_size": 4, "position_scale": 0.5}
-    fixed = hf_liere.LieRETokensModel(
-        hf_liere.LieRETokensConfig(**fields, position_encoding="axial_rope", rope_theta=1000)
-    ).eval()
-    model = hf_liere.LieRETokensModel(hf_liere.LieRETokensConfig(**fields, position_encoding=encoding, **options))
-    model.eval().load_state_dict(fixed.state_dict(), strict=False)
-    features = torch.randn(2, 7, 4)
     torch.testing.assert_close(model(features, positions)[0], fixed(features, positions)[0], rtol=0, atol=2e-5)
-
-
-def test_a_patch_starts_at_the_grid_of_its_tower():
-    model, _ = patching_cases.build("clip_vision")
-    config = hf_liere.RotaryPatchConfig(position_encoding="liere", block_size=8, rotary_init="axial")
-    hf_liere.patch(model, config)
-    (encoding,) = (module.rotary_encoding for module in model.modules() if hasattr(module, "rotary_encoding"))
-    intervals = encoding.config.train_grid[0] - 1
-    count = encoding.config.head_dim // 4
-    frequencies = generator_matrices(encoding)[0, 0, 0][:, range(1, 8, 2), range(0, 8, 2)].flatten()[:count]
-    expected = intervals * 100.0 ** -(torch.arange(count) / count)
-    torch.testing.assert_close(frequencies.float(), expected)
 
 
 REFUSED = [

@@ -8,7 +8,7 @@ from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 from hf_liere import LieREViTConfig, LieRotaryEmbedding, grid_positions
 from hf_liere.encoding.given_positions import check_coordinates, check_shape
 from hf_liere.encoding.placement import draw_displacements, draw_perturbation
-from hf_liere.encoding.positions import TokenPositions, prepend_prefix
+from hf_liere.encoding.positions import TokenPositions
 
 
 CPU = torch.device("cpu")
@@ -17,13 +17,6 @@ CPU = torch.device("cpu")
 def draw_augmentation(grid, given=None, shift=0.0, jitter=None, rescale=None):
     strengths = {"position_shift": shift, "position_jitter": jitter, "position_rescale": rescale}
     return draw_displacements(LieREViTConfig(**strengths), grid, given, CPU)[1]
-
-
-def test_raster_order_and_conventions():
-    index = TokenPositions.from_grid((2, 3), (2, 3), "index").coordinates
-    assert index.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
-    unit = TokenPositions.from_grid((2, 4), (2, 4), "unit").coordinates
-    assert unit[0].tolist() == [0.25, 0.125] and unit[-1].tolist() == [0.75, 0.875]
 
 
 @pytest.mark.parametrize("size, trained", [(1, 4), (2, 4), (4, 4), (7, 4), (8, 4)])
@@ -60,19 +53,6 @@ def test_perturbation_is_a_truncated_normal(strength):
     expected = (normal.cdf(draws) - low) / (high - low)
     empirical = torch.arange(1, len(draws) + 1) / len(draws)
     assert (expected - empirical).abs().max() < 1.95 / math.sqrt(len(draws))
-
-
-def test_perturbation_has_no_mass_at_the_border():
-    """Clamping, as the official code does, would put a third of the draws on the border at strength 1."""
-    draws = draw_perturbation((100, 100), 1.0, CPU)
-    assert (draws.abs() == 0.5).sum() == 0
-
-
-def test_prefix_sits_before_the_patches():
-    positions = torch.rand(2, 5, 3)
-    extended = prepend_prefix(positions, 2, 0.5)
-    assert extended.shape == (2, 7, 3)
-    assert (extended[:, :2] == 0.5).all() and torch.equal(extended[:, 2:], positions)
 
 
 def test_bad_input():
@@ -175,33 +155,3 @@ def test_augmentation_is_that_of_dinov3(strengths):
         both = torch.cat([one, other]).sort().values
         shares = [torch.searchsorted(x.sort().values, both, right=True) / count for x in (one, other)]
         assert (shares[0] - shares[1]).abs().max() < 1.95 * math.sqrt(2 / count)
-
-
-@pytest.mark.parametrize("coordinates", [name for name in GRID_CONVENTIONS if name != "squares"])
-def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates):
-    """Shift, then scale about the centre of the input, in a convention whose patches are at m + u·index."""
-    grid, trained, dtype = (4, 6), (2, 3), torch.float64
-    corners = TokenPositions.from_grid(grid, trained, coordinates).coordinates
-    centre = (corners[0] + corners[-1]) / 2
-    extent = (corners[-1] - corners[0]) * torch.tensor(grid) / (torch.tensor(grid, dtype=dtype) - 1)
-    torch.manual_seed(1)
-    offsets = draw_augmentation(grid, None, 0.5, 2.0, 3.0)
-    torch.manual_seed(1)
-    shift = (torch.rand(2, dtype=dtype) * 2 - 1) * 0.5
-    factor = ((torch.rand(2, dtype=dtype) * 2 - 1) * math.log(2)).exp()
-    factor = factor * ((torch.rand(1, dtype=dtype) * 2 - 1) * math.log(3)).exp()
-    expected = (corners - centre + shift * extent / 2) * factor + centre
-    moved = TokenPositions.from_grid(grid, trained, coordinates, offsets=offsets).coordinates
-    torch.testing.assert_close(moved, expected)
-
-
-def test_augmentation_follows_perturbation():
-    torch.manual_seed(2)
-    offsets = draw_perturbation((3, 4), 0.5, CPU)
-    assert draw_augmentation((3, 4), offsets) is offsets
-    moved = draw_augmentation((3, 4), offsets, rescale=2.0)
-    place, perturbed = (
-        TokenPositions.from_grid((3, 4), (3, 4), "unit", offsets=given).coordinates - 0.5 for given in (moved, offsets)
-    )
-    factors = place / perturbed
-    torch.testing.assert_close(factors, factors[:1, :1].expand_as(factors))

@@ -67,21 +67,6 @@ def logits(rotary, query, key, positions):
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
-def test_logits_do_not_change_with_the_frame(dtype, fields, every_path):
-    """p → G·p, by positions in float64, which are not rounded, and by those of the layer's type."""
-    rotary, (turned, positions) = build(**fields), orientations()
-    query, key = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM)
-    before = logits(rotary, query, key, positions)
-    for seed in range(3):
-        moved = as_vectors(Rotation.random(random_state=seed) * turned)
-        for given in (moved, moved.to(dtype)):
-            difference = (logits(rotary, query, key, given) - before).abs().max()
-            assert difference <= INVARIANT[dtype] * before.abs().max()
-    # And they depend on the relative orientations.
-    assert (logits(rotary, query, key, positions.roll(1, 0)) - before).abs().max() > 0.1 * before.abs().max()
-
-
-@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
 def test_rotations_are_representations(dtype, fields, every_path):
     """R(p)R(q) = R(pq), so R(p)ᵀR(q) = R(p⁻¹q); a full turn is none; those of the layer are the reference's."""
     rotary, (turned, positions) = build(**fields), orientations()
@@ -124,17 +109,6 @@ def test_generators_are_exact_to_the_type_of_the_layer(dtype):
         assert rotary.encoding.generators.dtype == dtype
         # `double()` has only the rounded values of a layer that was made in float32.
         assert torch.equal(rotary.double().encoding.generators[0, 0, 0, 0], expected[0].flatten().double())
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_generators_are_learned_unless_they_are_kept(frozen):
-    rotary = build(spins=[1, 2]).requires_grad_(not frozen)
-    before = rotary.encoding.generators.clone()
-    query, key = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM).requires_grad_()
-    optimizer = torch.optim.SGD(rotary.parameters(), lr=0.1)
-    logits(rotary, query, key, orientations()[1].float()).square().sum().backward()
-    optimizer.step()
-    assert torch.equal(rotary.encoding.generators, before) == frozen
 
 
 def test_positions_have_gradients():
@@ -182,16 +156,12 @@ def test_a_class_token_without_an_orientation_is_in_the_frame_of_the_world(has_o
     assert ((after - before).abs().max() <= INVARIANT[torch.float32] * before.abs().max()) == has_orientation
 
 
-@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
-def test_models_are_saved_with_their_representation(tmp_path, fields):
-    model = tokens_model(LieRETokensForTokenClassification, **fields)
-    with torch.no_grad():
-        for _, parameter in model.rotary_parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+def test_models_are_saved_with_their_representation(tmp_path):
+    model = tokens_model(LieRETokensForTokenClassification, spins=[1, 2, 3])
     model.save_pretrained(tmp_path)
     loaded = LieRETokensForTokenClassification.from_pretrained(tmp_path)
-    assert loaded.config.spins == model.config.spins and loaded.config.rotary_init == "so3"
-    assert loaded.config.block_size == model.config.block_size
+    for name in ("spins", "rotary_init", "block_size"):
+        assert getattr(loaded.config, name) == getattr(model.config, name)
     features, (_, positions) = torch.randn(1, TOKENS, 5), orientations()
     assert torch.equal(loaded(features, positions).logits, model(features, positions).logits)
 

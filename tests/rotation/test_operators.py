@@ -267,22 +267,3 @@ def test_the_profiler_names_operators(tiny, implementation, encoding, block_size
     assert expected <= names
 
 
-@pytest.mark.parametrize("inputs", [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
-def test_autocast_changes_no_operator(implementation, inputs):
-    """They compute in the types of their arguments."""
-    dtype, rotation_dtype = inputs
-    query, key = (states(2, 3, 5, 16).to(dtype) for _ in range(2))
-    cos_sin, blocks = (
-        rotations_of(shape, layout).to(rotation_dtype)
-        for shape, layout in (((1, 3, 5, 8, 2), "planes"), ((1, 3, 5, 2, 8, 8), "blocks"))
-    )
-    positions, generators, *_ = exponential_arguments(8, torch.float32)
-
-    def results():
-        rotated = [*rotate_query_key(query, key, cos_sin), *rotate_query_key(query, key, blocks)]
-        return *rotated, *exponentiate(positions, generators)
-
-    expected = results()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = results()
-    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, expected))

@@ -14,7 +14,7 @@ import hf_liere.encoding.commuting_encodings
 import hf_liere.encoding.rotary_encoding
 import hf_liere.encoding.string_encodings
 from hf_liere.encoding.positions import TokenPositions
-from hf_liere.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
+from hf_liere.fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM
 from hf_liere.geometry.common_planes import find_common_planes
 from hf_liere.rotation.bases import eigenbasis, to_basis
 from hf_liere.rotation.exponential import block_rotations, skew
@@ -135,34 +135,6 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         torch.testing.assert_close(ours, expected, rtol=1e-8, atol=tolerance)
 
 
-@pytest.mark.parametrize("grid", [(4, 6), (1, 5), (1, 1), (3, 2, 4)])
-def test_rays_are_the_multiples_of_a_grid(grid):
-    positions = TokenPositions.from_grid(grid, grid, "index", 2)
-    rays, indices = Rays(grid, 2).tokens().indices, positions.coordinates
-    seen = rays[rays >= 0]
-    assert len(seen.unique()) == len(seen) == math.prod(grid) - 1
-    for ray in rays:
-        ray = ray[ray >= 0]
-        multiples = torch.arange(1, len(ray) + 1).unsqueeze(-1)
-        assert torch.equal(indices[ray], indices[ray[0]] * multiples)
-    assert (indices[[i for i in range(len(indices)) if i not in seen]] == 0).all()
-
-
-@pytest.mark.parametrize("grid", [(4, 6), (5, 3), (4, 5), (1, 6), (1, 1), (3, 2, 4)])
-def test_rays_of_a_centred_grid_are_mirrored(grid):
-    """All tokens but those at the origin are on one ray, or at the negative position of one that is."""
-    positions = TokenPositions.from_grid(grid, grid, "centred_grid", 2)
-    (rays, step, mirror), coordinates = positions.facts.rays().tokens(), positions.coordinates
-    seen = rays[rays >= 0]
-    assert torch.equal(coordinates[mirror - seen], -coordinates[seen])
-    seen = torch.cat([seen, mirror - seen])
-    assert sorted(seen.tolist()) == coordinates.any(1).nonzero().squeeze(1).tolist()
-    for ray in rays:
-        ray = ray[ray >= 0]
-        multiples = torch.arange(1, step * len(ray) + 1, step).unsqueeze(-1)
-        torch.testing.assert_close(coordinates[ray], coordinates[ray[0]] * multiples)
-
-
 @pytest.mark.parametrize(
     "grid, coordinates, rays",
     [
@@ -181,22 +153,6 @@ def test_a_grid_with_prefix_tokens_elsewhere_has_no_rays():
     assert TokenPositions.from_grid((3, 4), (3, 4), "unit").facts.rays() is None
 
 
-@pytest.mark.parametrize("grid", [(6, 9), (5, 7), (4, 6), (1, 6), (1, 1), (2, 3, 4)])
-@pytest.mark.parametrize("size", [3, 8])
-def test_rotations_and_gradients_on_a_centred_grid(grid, size):
-    """In float64, without kernels, against exponentials of every token and autograd."""
-    placed = TokenPositions.from_grid(grid, (4,) * len(grid), "centred_grid", 1)
-    positions = placed.coordinates
-    entries = (torch.rand(len(grid), 2, 2, size * (size - 1) // 2, dtype=torch.float64) * 6).requires_grad_()
-    weight = torch.randn(2, 2, len(positions), size, size, dtype=torch.float64)
-    exact = reference.exponential(torch.einsum("pa,aglij->glpij", positions, skew(entries, size)))
-    rotations = block_rotations(positions, skew(entries, size), torch.float64, placed.facts.rays())
-    # Powers and squarings lose a few digits, and so does the polynomial of the derivative, with an error of 1e-13.
-    torch.testing.assert_close(rotations, exact, rtol=0, atol=1e-11)
-    found, expected = (torch.autograd.grad((x * weight).sum(), entries)[0] for x in (rotations, exact))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("coordinates", ["index", "train_grid", "centred_grid", "train_index", "fixed_grid"])
 @pytest.mark.parametrize("size, scale", [(3, 1.0), (8, 2 * math.pi), (16, 30.0)])
 def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
@@ -212,28 +168,6 @@ def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
     # Powers and squarings of matrices of norm up to 2,000 lose five to six digits of sixteen.
     torch.testing.assert_close(results[0][0], exact, rtol=0, atol=1e-8)
     torch.testing.assert_close(results[0], results[1], rtol=1e-7, atol=1e-7)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 10**6),
-    st.sampled_from([3, 4, 8, 16]),
-    st.sampled_from([0.0, 0.1, 6.0, 100.0, 1000.0]),
-    st.sampled_from([("train_grid", (3, 4)), ("centred_grid", (4, 6)), ("centred_grid", (5, 5))]),
-)
-def test_float32_gradients_of_dense_rotations(seed, size, scale, grid):
-    generator = torch.Generator().manual_seed(seed)
-    coordinates, grid = grid
-    placed = TokenPositions.from_grid(grid, grid, coordinates)
-    positions = placed.coordinates
-    entries = torch.rand(2, 2, size * (size - 1) // 2, generator=generator) * scale
-    weight = torch.randn(2, len(positions), size, size, generator=generator)
-    ours, exact = entries.clone().requires_grad_(), entries.double().requires_grad_()
-    (block_rotations(positions, skew(ours, size), rays=placed.facts.rays()) * weight).sum().backward()
-    rotations = reference.exponential(torch.einsum("pa,akij->kpij", positions, skew(exact, size)))
-    (rotations * weight).sum().backward()
-    # The derivative is computed in float32, a few dozen products and sums over the tokens.
-    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=0, atol=3e-6 * exact.grad.abs().max().item() + 1e-9)
 
 
 def test_the_polynomial_is_the_exponential_on_the_imaginary_axis():
