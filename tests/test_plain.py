@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from encoding_cases import ENCODINGS, GRID_CONVENTIONS, OWN_PLAIN, block_size, on_axes
+from encoding_cases import ENCODINGS, OWN_PLAIN, block_size, on_axes
 
 import hf_liere
-from hf_liere.plain import PLAIN_ENCODINGS, grid_positions
+from hf_liere.plain import PLAIN_ENCODINGS
 from hf_liere.tools.cli import main
 
 
@@ -74,13 +74,6 @@ def test_options_mean_the_same(encoding):
     torch.testing.assert_close(plain(query, key, *places), layer(query, key, *places), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("coordinates", [name for name in GRID_CONVENTIONS if name != "squares"])
-def test_grids_are_placed_as_by_the_package(coordinates):
-    grids = {"grid": (3, 1, 5), "train_grid": (2, 4, 3)}
-    expected = hf_liere.grid_positions(**grids, coordinates=coordinates).coordinates
-    torch.testing.assert_close(grid_positions(**grids, coordinates=coordinates), expected, rtol=0, atol=1e-15)
-
-
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_wrong_input_is_refused(encoding):
     kind = PLAIN_ENCODINGS[encoding]
@@ -102,47 +95,43 @@ def test_wrong_input_is_refused(encoding):
         rotary(states[:, :3], states, torch.rand(9, 2))
 
 
-@pytest.mark.parametrize("encoding", OWN_PLAIN)
-def test_the_layer_for_people_who_copy_needs_torch_alone(encoding, tmp_path):
-    """The values and gradients of the package, in a process without it, transformers and numpy."""
-    assert main(["bundle", "layer", str(tmp_path / "lie_rotary.py"), "--position_encoding", encoding]) == 0
-    code = (tmp_path / "lie_rotary.py").read_text(encoding="utf-8")
-    assert len(code.splitlines()) <= 900 and not re.search(
-        r"^(?:from|import) (?!torch|itertools|math|collections|typing)", code, re.M
-    )
-    kind = PLAIN_ENCODINGS[encoding]
-    plain = kind(2, 32, 2)
-    query, positions = torch.randn(1, 2, 6, 32), grid_positions((2, 3), plain.coordinates)
-    torch.save((plain.state_dict(), query), tmp_path / "given.pt")
-    (tmp_path / "run.py").write_text(
-        f"""
+RUN = """
 import sys
 sys.modules |= dict.fromkeys(("hf_liere", "transformers", "numpy", "huggingface_hub"))
-import torch
-from lie_rotary import {kind.__name__}, grid_positions
-state, query = torch.load("given.pt", weights_only=True)
-rotary = {kind.__name__}(2, 32, 2)
-rotary.load_state_dict(state)
-rotated, _ = rotary(query, query, grid_positions((2, 3), rotary.coordinates))
-gradients = []
-if state:
-    rotated.mul(torch.linspace(-1, 1, rotated.numel()).view_as(rotated)).sum().backward()
-    gradients = [parameter.grad for parameter in rotary.parameters()]
-torch.save((rotated.detach(), gradients), "found.pt")
+sys.path[:0] = ["."]
+import importlib, torch
+for name, (kind, state, query, positions) in torch.load("given.pt", weights_only=True).items():
+    rotary = getattr(importlib.import_module(name), kind)(2, 32, 2)
+    rotary.load_state_dict(state)
+    rotated, _ = rotary(query, query, positions)
+    loss = rotated.mul(torch.linspace(-1, 1, rotated.numel()).view_as(rotated)).sum()
+    gradients = torch.autograd.grad(loss, list(rotary.parameters())) if state else []
+    torch.save([rotated.detach(), *gradients], name + ".pt")
 """
-    )
-    subprocess.run(
-        [sys.executable, "-I", "-c", "import sys; sys.path[:0] = ['.']; import run"], cwd=tmp_path, check=True
-    )
-    rotated, of_file = torch.load(tmp_path / "found.pt", weights_only=True)
-    layer = hf_liere.LieRotaryEmbedding(2, 32, 2, encoding)
-    layer.encoding.load_state_dict(plain.state_dict())
-    expected, _ = layer(query, query, positions)
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-5)
-    if of_file:
-        expected.mul(torch.linspace(-1, 1, expected.numel()).view_as(expected)).sum().backward()
-        for found, parameter in zip(of_file, layer.encoding.parameters(), strict=True):
-            assert (found - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
+
+
+def test_the_layer_for_people_who_copy_needs_torch_alone(tmp_path):
+    """The values and gradients of the package, in a process without it, transformers and numpy."""
+    given, wanted, query, positions = {}, {}, torch.randn(1, 2, 6, 32), torch.rand(6, 2)
+    for encoding in OWN_PLAIN:
+        path = tmp_path / f"{encoding}.py"
+        assert main(["bundle", "layer", str(path), "--position_encoding", encoding]) == 0
+        code = path.read_text(encoding="utf-8")
+        foreign = re.search(r"^(?:from|import) (?!torch|itertools|math|collections|typing)", code, re.M)
+        assert len(code.splitlines()) <= 900 and not foreign
+        layer = hf_liere.LieRotaryEmbedding(2, 32, 2, encoding)
+        given[encoding] = PLAIN_ENCODINGS[encoding].__name__, layer.encoding.state_dict(), query, positions
+        rotated = layer(query, query, positions)
+        wanted[encoding] = [
+            rotated[0],
+            *(gradients(layer.encoding, rotated[:1]).values() if given[encoding][1] else ()),
+        ]
+    torch.save(given, tmp_path / "given.pt")
+    subprocess.run([sys.executable, "-I", "-c", RUN], cwd=tmp_path, check=True)
+    for encoding in OWN_PLAIN:
+        found = torch.load(tmp_path / f"{encoding}.pt", weights_only=True)
+        for value, expected in zip(found, wanted[encoding], strict=True):
+            assert (value - expected).norm() <= 1e-5 * expected.norm(), encoding
 
 
 def test_what_cannot_be_written_is_refused(tmp_path, capsys):

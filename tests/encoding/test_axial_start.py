@@ -55,7 +55,8 @@ def check_logits(kind, fixed, learned, pixels):
 @pytest.mark.parametrize("coordinates", ON_GRIDS)
 def test_logits_of_images(encoding, size, layout, coordinates, in_float64):
     """With class and register tokens, an own base and a scale."""
-    fields = {"axial_layout": layout, "rope_theta": 40.0, "rotary_init_scale": 1.5, "num_register_tokens": 2}
+    fields = {"axial_layout": layout, "rope_theta": 40.0, "rotary_init_scale": 1.5}
+    fields |= {"num_register_tokens": 2, "rotate_prefix": False}
     own = {"position_encoding": encoding, "block_size": size, "rotary_init": "axial", "coordinates": coordinates}
     configs = image_config(position_encoding="axial_rope", **fields), image_config(**own, **fields)
     check_logits(hf_liere.LieREViTForImageClassification, *configs, torch.randn(2, 3, 32, 48))

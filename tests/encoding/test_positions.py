@@ -64,43 +64,38 @@ def test_bad_input():
         check_coordinates(torch.tensor([[0.0, math.nan], [math.inf, 1.0]]))
 
 
-def test_a_grid_never_contradicts_its_coordinates():
-    """A grid that was written into is refused; `moved` gives coordinates that are no grid."""
+def test_other_coordinates_are_no_grid():
     positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
-    expected = positions.coordinates.clone()
+    expected, offsets = positions.coordinates.clone(), torch.randn(6, 2, dtype=torch.float64)
     assert positions.facts.grid == (2, 3) and positions.shape == expected.shape
     zero = positions.unrotate_prefix()
-    assert (
-        zero.facts.grid == (2, 3) and zero.coordinates[0].eq(0).all() and torch.equal(positions.coordinates, expected)
-    )
-    replaced = positions._replace(coordinates=expected + 1)
-    assert type(replaced) is TokenPositions and positions.facts.grid == (2, 3)
-    offsets = torch.randn(6, 2, dtype=torch.float64)
+    assert zero.facts.grid == (2, 3) and not zero.coordinates[0].any()
     moved = positions.moved(offsets)
-    assert type(moved) is TokenPositions and moved.num_prefix_tokens == 1
-    assert torch.equal(moved.coordinates[0], expected[0])
+    assert moved.num_prefix_tokens == 1 and torch.equal(moved.coordinates[0], expected[0])
     torch.testing.assert_close(moved.coordinates[1:], expected[1:] + offsets, rtol=0, atol=1e-14)
-    for change in (
-        lambda coordinates: coordinates.add_(0.5),
-        lambda coordinates: coordinates[3].mul_(2),
-        lambda coordinates: coordinates.requires_grad_(),
-    ):
-        change((changed := grid_positions((2, 3), "index")).coordinates)
+    replaced = positions._replace(coordinates=expected + 1)
+    assert {type(moved), type(replaced)} == {TokenPositions}
+    assert positions.facts.grid == (2, 3) and torch.equal(positions.coordinates, expected)
+    away = positions.to("meta")
+    assert away.facts.grid == (2, 3) and away.coordinates.is_meta and replaced.to("meta").coordinates.is_meta
+
+
+CHANGES = (
+    lambda coordinates: coordinates.add_(0.5),
+    lambda coordinates: coordinates[3].mul_(2),
+    lambda coordinates: coordinates.requires_grad_(),
+    lambda coordinates: coordinates.data.mul_(2),
+    lambda coordinates: coordinates.numpy().fill(1),
+)
+
+
+@pytest.mark.parametrize("change, is_inference", [*((change, False) for change in CHANGES), (CHANGES[0], True)])
+def test_a_grid_that_was_written_into_is_refused(change, is_inference):
+    with torch.inference_mode(is_inference):
+        grid = grid_positions((2, 3), "index")
+        change(grid.coordinates)
         with pytest.raises(ValueError, match="changed in place; accepted: positions.moved"):
-            changed.locate()
-    for change in (lambda changed: changed.data.mul_(2), lambda changed: changed.numpy().fill(1)):
-        change((changed := grid_positions((2, 3), "index")).coordinates)
-        with pytest.raises(ValueError, match="changed in place"):
-            changed.locate()
-    with torch.inference_mode():
-        changed = grid_positions((2, 3), "index")
-        assert changed.coordinates.is_inference() and changed.facts is not None
-        changed.coordinates.add_(0.5)
-        with pytest.raises(ValueError, match="changed in place"):
-            changed.locate()
-    assert replaced.to("meta").coordinates.is_meta
-    away = grid_positions((2, 3)).to("meta")
-    assert away.facts.grid == (2, 3) and away.coordinates.is_meta
+            grid.locate()
 
 
 def test_a_graph_follows_coordinates_that_were_read():

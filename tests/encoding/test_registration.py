@@ -41,20 +41,17 @@ def save(folder):
         torch.save(model.eval()(torch.ones(1, 3, 16, 16)).logits, folder / "logits.pt")
 
 
-def test_rotations_are_those_of_the_class():
+def test_everything_of_a_user_is_used():
     """R(p) of a plane turns by Σ_a p_a f_a: with the start, by a tenth of the sum of the coordinates."""
-    model = LieREViTForImageClassification(
-        LieREViTConfig(**OWN, **SIZES, **PIXELS, use_class_token=False, pooling="mean")
-    )
-    (rotation, _), grid = (
-        model.liere.rotations(model.liere.grid_positions((4, 4), torch.device("cpu"))),
-        (torch.arange(4) / 4) ** 2,
-    )
-    angles = 0.1 * (grid[:, None] + grid).flatten()
+    config = LieREViTConfig(**OWN, **SIZES, **PIXELS, use_class_token=False, pooling="mean")
+    model = hf_liere.LieREViTModel(config)
+    rotation, _ = model.rotations(model.grid_positions((4, 4), torch.device("cpu")))
+    places = (torch.arange(4) / 4) ** 2
+    angles = 0.1 * (places[:, None] + places).flatten()
     state = torch.eye(8)[0].expand(1, 2, 16, 8)
     rotated, _ = rotation.rotate(state, state)
-    torch.testing.assert_close(rotated[0, 0, :, 0], angles.cos(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(rotated[0, 0, :, 1].abs(), angles.sin(), rtol=0, atol=1e-6)
+    found = torch.stack([rotated[0, 0, :, 0], rotated[0, 0, :, 1].abs()])
+    torch.testing.assert_close(found, torch.stack([angles.cos(), angles.sin()]), rtol=0, atol=1e-6)
 
 
 LOAD = """
@@ -97,20 +94,6 @@ def test_a_checkpoint_loads_where_the_package_is(imported, package, module, tmp_
             assert (tmp_path / "again" / name).read_text() == (tmp_path / "saved" / name).read_text()
 
 
-def test_the_layer_and_patches_take_it(tmp_path):
-    layer = hf_liere.LieRotaryEmbedding(2, 8, 2, position_encoding="two_parameters", block_size=4)
-    query = torch.randn(1, 2, 5, 8)
-    rotated, _ = layer(query, query, torch.rand(5, 2))
-    torch.testing.assert_close(rotated.norm(dim=-1), query.norm(dim=-1))
-    clip = CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)).eval()
-    pixels = torch.randn(1, 3, 16, 16)
-    before = clip(pixels).last_hidden_state
-    patched = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters", block_size=4))
-    torch.testing.assert_close(patched(pixels).last_hidden_state, before, rtol=0, atol=1e-6)
-    patched.save_pretrained(tmp_path)
-    assert "class TwoParameters" in (tmp_path / "own_rotations.py").read_text()
-
-
 def test_what_nobody_else_could_import_is_refused(tmp_path):
     code = """
         import own_rotations
@@ -135,52 +118,65 @@ hf_liere.register_coordinates("{name}", hf_liere.Convention("doubled", place))
 """
 
 
+def import_convention(folder, name, first):
+    """A file of a user's package that registers coordinates; the configuration of a model with them."""
+    folder.mkdir(exist_ok=True)
+    (folder / "__init__.py").touch()
+    (folder / "helpers.py").write_text("TWO = 2\n")
+    (folder / f"{name}.py").write_text(first + CONVENTION.format(name=name))
+    importlib.import_module(f"package_of_user.{name}")
+    return LieREViTConfig(coordinates=name)
+
+
+@pytest.fixture
+def package_of_user(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in [module for module in sys.modules if module.startswith("package_of_user")]:
+        monkeypatch.delitem(sys.modules, module)
+    return tmp_path / "package_of_user"
+
+
 @pytest.mark.parametrize(
     "name, first, message",
     [
         ("relative", "from .helpers import TWO", "attempted relative import|No module named"),
         ("absolute", "from package_of_user.helpers import TWO", "No module named 'package_of_user'"),
-        ("complete", "import numpy; TWO = 2\n# part one\x0c part two", None),
     ],
 )
-def test_files_that_need_others_are_refused(name, first, message, tmp_path, monkeypatch):
+def test_files_that_need_others_are_refused(name, first, message, package_of_user, tmp_path):
     """When the model is saved, not when somebody else loads it."""
-    folder = tmp_path / "package_of_user"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "helpers.py").write_text("TWO = 2\n")
-    (folder / f"{name}.py").write_text(first + CONVENTION.format(name=name))
-    monkeypatch.syspath_prepend(tmp_path)
-    for module in [module for module in sys.modules if module.startswith("package_of_user")]:
-        monkeypatch.delitem(sys.modules, module)
-    importlib.import_module(f"package_of_user.{name}")
-    config = LieREViTConfig(coordinates=name)
-    if message is None:
-        config.save_pretrained(tmp_path / "saved")
-        return
+    config = import_convention(package_of_user, name, first)
     with pytest.raises(ValueError, match=f"{name}.py cannot be saved with a model.*({message})"):
         config.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
-def test_the_text_that_ran_is_saved(tmp_path, monkeypatch):
+def test_the_text_that_ran_is_saved(package_of_user, tmp_path):
     """Not that of the next experiment, which is edited while this one trains."""
-    (tmp_path / "edited.py").write_text("TWO = 2" + CONVENTION.format(name="edited"))
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("edited")
-    (tmp_path / "edited.py").write_text("TWO = 3" + CONVENTION.format(name="edited"))
-    LieREViTConfig(coordinates="edited").save_pretrained(tmp_path / "saved")
+    config = import_convention(package_of_user, "edited", "import numpy; TWO = 2\n# part one\x0c part two")
+    (package_of_user / "edited.py").write_text("TWO = 3" + CONVENTION.format(name="edited"))
+    config.save_pretrained(tmp_path / "saved")
     assert "TWO = 2" in (tmp_path / "saved" / "edited.py").read_text()
 
 
-@pytest.mark.slow
-def test_a_patch_of_the_default_size_loads_by_its_file(tmp_path):
+@pytest.fixture
+def patched(tmp_path):
+    """A model that was patched with the user's encoding in its default size, and is saved."""
     clip = CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)).eval()
-    patched = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters"))
+    model = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters"))
+    model.save_pretrained(tmp_path / "saved")
+    return model
+
+
+def test_a_patch_is_saved_with_its_file(patched, tmp_path):
     assert patched.config.rotary_patch["block_size"] is None
+    assert "class TwoParameters" in (tmp_path / "saved" / "own_rotations.py").read_text()
+
+
+@pytest.mark.slow
+def test_a_patch_loads_by_its_file(patched, tmp_path):
     with torch.no_grad():
         torch.save(patched(torch.ones(1, 3, 16, 16)).last_hidden_state, tmp_path / "states.pt")
-    patched.save_pretrained(tmp_path / "saved")
     code = """
         import torch, transformers
         model = transformers.AutoModel.from_pretrained("saved", trust_remote_code=True).eval()
@@ -327,25 +323,25 @@ def test_right_claims_of_conventions_are_accepted(monkeypatch):
         check_convention("right", Convention("", place, *claims))
 
 
+def register_steps(step):
+    hf_liere.register_coordinates("steps", Convention("", lambda i, n, n0, w: i / step, True))
+
+
+@torch.no_grad()
 def test_a_convention_that_is_registered_again_ends_what_was_kept(monkeypatch):
     """Rotations of grids that a model keeps, constants of a folded one; a grid that was made before stays as it was."""
-    for step in (1, 3):
-        convention = Convention("", lambda i, n, n0, w, step=step: i / step, True)
-        hf_liere.register_coordinates("steps", convention)
-        if step == 1:
-            config = LieREViTConfig(block_size=4, coordinates="steps", **SIZES, **PIXELS)
-            model = hf_liere.LieREViTModel(config).eval()
-            folded, grid, pixels = (
-                model.fold_rotations(),
-                hf_liere.grid_positions((4, 4), "steps"),
-                torch.randn(1, 3, 16, 16),
-            )
-        fresh = hf_liere.LieREViTModel(config).eval()
-        fresh.load_state_dict(model.state_dict())
-        with torch.no_grad():
-            wanted, *found = (each(pixels).last_hidden_state for each in (fresh, model, folded))
-        for each in found:
-            torch.testing.assert_close(each, wanted, rtol=0, atol=1e-5)
+    register_steps(1)
+    config = LieREViTConfig(block_size=4, coordinates="steps", **SIZES, **PIXELS)
+    model, pixels = hf_liere.LieREViTModel(config).eval(), torch.randn(1, 3, 16, 16)
+    folded, grid = model.fold_rotations(), hf_liere.grid_positions((4, 4), "steps")
+    before = [each(pixels).last_hidden_state for each in (model, folded)]
+    register_steps(3)
+    fresh = hf_liere.LieREViTModel(config).eval()
+    fresh.load_state_dict(model.state_dict())
+    wanted = fresh(pixels).last_hidden_state
+    assert (wanted - before[0]).abs().max() > 1e-3
+    for each in (model, folded):
+        torch.testing.assert_close(each(pixels).last_hidden_state, wanted, rtol=0, atol=1e-5)
     del CONVENTIONS["steps"]
     assert grid.coordinates.max() == 3
 

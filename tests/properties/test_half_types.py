@@ -34,7 +34,7 @@ def over(names):
 
 
 def make(name, dtype, is_exact, is_patched):
-    """A model whose weights are numbers of the type, and rotations any of float32, as loading makes it; then patched."""
+    """A model whose weights are numbers of the type, and rotations any of float32, as when it is loaded; or patched."""
     case = MODELS[name]
     torch.manual_seed(0)
     model = case.make().eval()

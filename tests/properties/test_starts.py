@@ -175,7 +175,9 @@ def close_to(found, expected, is_exact):
         torch.testing.assert_close(value, start, rtol=0, atol=2e-5 * max(1.0, float(start.abs().max())))
 
 
-@pytest.mark.parametrize("name", PATCHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.endswith(", blocks") else ()) for name in PATCHED]
+)
 def test_patches_start_at_their_model(name):
     """Outputs, and gradients of its weights. Rotations by zero and pretrained planes leave the same bits."""
     torch.manual_seed(0)

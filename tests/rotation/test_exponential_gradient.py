@@ -49,13 +49,3 @@ def test_axes_of_very_different_sizes(scales):
     positions = torch.rand(12, 2, dtype=torch.float64) * torch.tensor(scales, dtype=torch.float64)
     entries = torch.rand(2, 2, 28) * 6 / torch.tensor([scale or 1.0 for scale in scales])[:, None, None]
     assert relative_error(positions, entries, 8) < 2e-6
-
-
-@pytest.mark.parametrize("axes", [3, 5])
-def test_positions_get_their_gradient(axes):
-    torch.manual_seed(0)
-    positions = torch.rand(3, axes, dtype=torch.float64, requires_grad=True)
-    entries = (torch.randn(axes, 2, 6, dtype=torch.float64) * 9).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda p, e: block_rotations(p, skew(e, 4), p.dtype), (positions, entries), atol=1e-5
-    )

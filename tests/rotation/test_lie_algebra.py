@@ -101,12 +101,12 @@ def test_plane_rotations_match_float64_after_many_turns():
     torch.testing.assert_close(plane_rotations(positions, frequencies).double(), expected, rtol=0, atol=5e-7)
 
 
-@pytest.mark.parametrize("block_size", [3, 4, 5])
+@pytest.mark.parametrize("block_size, axes", [(3, 2), (4, 2), (5, 2), (4, 3), (4, 5)])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 50.0])
-def test_gradient_is_exact(scale, block_size):
-    """Also at zero and, with one repeated generator, at repeated eigenvalues."""
-    positions = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
-    entries = torch.randn(2, 1, block_size * (block_size - 1) // 2, dtype=torch.float64) * scale
+def test_gradient_is_exact(scale, block_size, axes):
+    """Of positions too; at zero and, with one repeated generator, at repeated eigenvalues."""
+    positions = torch.rand(3, axes, dtype=torch.float64, requires_grad=True)
+    entries = torch.randn(axes, 1, block_size * (block_size - 1) // 2, dtype=torch.float64) * scale
     assert torch.autograd.gradcheck(
         lambda p, e: block_rotations(p, skew(e, block_size), p.dtype),
         (positions, entries.repeat(1, 2, 1).requires_grad_()),
@@ -150,5 +150,3 @@ def test_float32_only_devices_stay_close():
 def test_a_generator_that_is_not_finite_reaches_the_loss():
     generators = skew(torch.full((1, 1, 6), math.nan), 4)
     assert block_rotations(torch.ones(2, 1, dtype=torch.float64), generators).isnan().any()
-
-

@@ -265,5 +265,3 @@ def test_the_profiler_names_operators(tiny, implementation, encoding, block_size
         computed = "quaternion" if block_size in CLOSED_FORMS else "block"
         expected |= {f"hf_liere::{computed}_rotations", f"hf_liere::{computed}_rotations_backward"}
     assert expected <= names
-
-

@@ -39,16 +39,6 @@ def test_shapes_alone(tiny, encoding, block_size):
         assert model(mode.from_tensor(torch.randn(2, 3, 8, 16))).logits.shape == (2, 3)
 
 
-@pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
-@pytest.mark.filterwarnings("ignore")
-def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
-    model = classifier(tiny, encoding, block_size)
-    first, second = torch.randn(2, 2, 3, 16, 16)
-    with torch.no_grad():
-        traced = torch.jit.trace(Logits(model), first, check_trace=False)
-        torch.testing.assert_close(traced(second), model(second).logits, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "encoding, block_size",
     [
@@ -91,31 +81,35 @@ def test_a_graph_is_exact_for_large_exponents(norm, traced):
     torch.testing.assert_close(traced(positions, generators), block_rotations(positions, generators), rtol=0, atol=3e-7)
 
 
-def test_a_graph_says_nan_rather_than_a_wrong_rotation():
-    """An exported one, which squares a fixed number of times."""
+@pytest.mark.parametrize("traced", [compiled, exported])
+def test_a_graph_says_nan_rather_than_a_wrong_rotation(traced):
+    """An exported one, which squares a fixed number of times; a compiled one squares as often as exponents need."""
     positions = torch.tensor([[1.0, 0.0], [1e6, 0.0]], dtype=torch.float64)
     generators = skew(torch.randn(2, 2, 28), 8)
-    rotations = exported(positions, generators)
-    assert torch.isfinite(rotations[:, 0]).all() and rotations[:, 1].isnan().all()
-
-
-def test_a_compiled_graph_squares_as_often_as_the_exponents_need():
-    positions = torch.tensor([[1.0, 0.0], [1e6, 0.0]], dtype=torch.float64)
-    generators = skew(torch.randn(2, 2, 28), 8)
-    assert torch.equal(compiled(positions, generators), block_rotations(positions, generators))
+    rotations, wanted = traced(positions, generators), block_rotations(positions, generators)
+    if traced is compiled:
+        assert torch.equal(rotations, wanted)
+    else:
+        assert torch.isfinite(rotations[:, 0]).all() and rotations[:, 1].isnan().all()
 
 
 TABLE = {"use_absolute_position_embeddings": True}
 
 
 @pytest.mark.parametrize(
-    "encoding, fields, folds",
-    [("liere", {}, True), ("liere", TABLE, False), ("absolute", {}, False), ("rope_mixed", {}, False)],
+    "encoding, block_size, fields, folds",
+    [
+        *((*case, {}, False) for case in IMAGE_CASES),
+        ("liere", 4, {}, True),
+        ("liere", 4, TABLE, False),
+        ("absolute", None, {}, False),
+    ],
 )
+@pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_torch_jit_trace_keeps_nothing_of_its_example(tiny, encoding, fields, folds):
+def test_torch_jit_trace_keeps_nothing_of_its_example(tiny, encoding, block_size, fields, folds):
     """It records one size and asks nothing of others, also of equally many patches."""
-    model = classifier(tiny, encoding, 4 if encoding == "liere" else None, **fields)
+    model = classifier(tiny, encoding, block_size, **fields)
     model = model.fold_rotations([(4, 4), (2, 8)]) if folds else model
     traced = torch.jit.trace(Logits(model), torch.randn(2, 3, 16, 16), check_trace=False)
     for size in ((16, 16), (8, 32), (32, 8), (16, 24)):
