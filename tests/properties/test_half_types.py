@@ -15,9 +15,10 @@ PRECISIONS = {
     "float16": (torch.float16, contextlib.nullcontext),
     "autocast": (torch.bfloat16, lambda: torch.autocast("cpu", torch.bfloat16)),
 }
-# Z-Image embeds times in float32 beside weights of any type; rounding makes routers choose other experts.
+# Z-Image embeds times in float32 beside weights of any type; angles of LTX are thousands of radians; rounding makes
+# routers choose other experts.
 ROUTED = ("deepseek", "qwen3_next", "llama4")
-UNFIT = ("ZImage", *(f"rotating {family}" for family in ROUTED))
+UNFIT = ("ZImage", "LTX", *(f"rotating {family}" for family in ROUTED))
 FIT = [name for name in MODELS if not name.startswith(UNFIT)]
 # They stay in float32, as users give them.
 PLACES = ("positions", "poses")
@@ -43,6 +44,9 @@ def make(name, dtype, is_exact, is_patched):
             value.add_(0.1 * torch.randn_like(value))
             if case.config or "encoding." not in key:
                 value.data = value.to(dtype).to(torch.float32 if is_exact else dtype)
+        if case.config and not case.is_saved and not is_exact:
+            # Users of timm and diffusers cast buffers as well.
+            model.to(dtype)
         if is_patched:
             patch(model, case.config)
             for key, value in rotary_parameters(model):
