@@ -88,10 +88,32 @@ def test_generators_share_planes_if_and_only_if_they_commute(seed, size, axes, k
         assert find_common_planes(noise).error.min() > 1e-3
 
 
+def rotated_in_eigenbasis(phases, matrices, query, key):
+    """By cos and sin for (H, blocks, b, b) generators and (B, H, N, blocks) phases; states are changed to the basis."""
+    basis = eigenbasis(matrices)
+    inside = basis.mT @ matrices @ basis
+    frequencies = inside[..., range(1, inside.shape[-1], 2), range(0, inside.shape[-1], 2)]
+    angles = (phases.unsqueeze(-1) * frequencies.unsqueeze(-3)).flatten(-2)
+    rotation = PlaneRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, phases)
+    heads = query.shape[1]
+    folded = [
+        torch.stack([to_basis(state.mT.flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part]).mT
+        for part in (query, key)
+    ]
+    return rotate_query_key(*folded, rotation)
+
+
+def rotated_by_matrices(phases, matrices, query, key):
+    rotation = reference.exponential(phases[..., None, None] * matrices.unsqueeze(-4))
+    return [
+        (rotation @ part.unflatten(-1, (-1, matrices.shape[-1], 1))).squeeze(-1).flatten(-2) for part in (query, key)
+    ]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([2, 4, 6, 8]), spectra, scales, st.booleans(), st.booleans())
 def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size, kind, scale, shared, per_sample):
-    """Attention sees (R q)·(R k); its gradients by autograd through torch's matrix exponential in float64."""
+    """Attention sees (R q)·(R k); its gradients by autograd through exact exponentials in float64."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, tokens, blocks = 2, 2, 3, 2
     matrices = generators_of(seed, (1 if shared else heads) * blocks, size, kind, scale).unflatten(0, (-1, blocks))
@@ -99,40 +121,17 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
     phases[:, :, 0] = 0
     query, key = torch.randn(2, batch, heads, tokens, blocks * size, generator=generator).double()
     weight = torch.randn(batch, heads, tokens, tokens, generator=generator).double()
-
-    def eigen(matrices, query, key):
-        basis = eigenbasis(matrices)
-        inside = basis.transpose(-1, -2) @ matrices @ basis
-        frequencies = torch.stack([inside[..., i + 1, i] for i in range(0, size, 2)], -1)
-        angles = (phases.unsqueeze(-1) * frequencies.unsqueeze(-3)).flatten(-2)
-        rotation = PlaneRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, phases)
-        folded = (
-            torch.stack(
-                [to_basis(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part]
-            )
-            for part in (query, key)
-        )
-        return rotate_query_key(*(part.transpose(-1, -2) for part in folded), rotation)
-
-    def dense(matrices, query, key):
-        rotation = reference.exponential(phases[..., None, None] * matrices.unsqueeze(-4))
-        return tuple(
-            (rotation @ part.unflatten(-1, (blocks, size)).unsqueeze(-1)).squeeze(-1).flatten(-2)
-            for part in (query, key)
-        )
-
     results = []
-    for rotated in (eigen, dense):
+    for rotated in (rotated_in_eigenbasis, rotated_by_matrices):
         leaves = [part.clone().requires_grad_() for part in (matrices, query, key)]
-        left, right = rotated(*leaves)
-        products = left @ right.transpose(-1, -2)
+        left, right = rotated(phases, *leaves)
+        products = left @ right.mT
         gradients = torch.autograd.grad((products * weight).sum(), leaves)
         # Only the skew part of the gradient reaches the entries.
-        results.append([products, gradients[0] - gradients[0].transpose(-1, -2), *gradients[1:]])
+        results.append([products, gradients[0] - gradients[0].mT, *gradients[1:]])
     # The splitting of kernels rotates by 2e-12 of the norm times the phases.
-    tolerance = 1e-9 * (1 + scale)
     for ours, expected in zip(*results):
-        torch.testing.assert_close(ours, expected, rtol=1e-8, atol=tolerance)
+        torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-9 * (1 + scale))
 
 
 @pytest.mark.parametrize(
@@ -177,35 +176,25 @@ def test_the_polynomial_is_the_exponential_on_the_imaginary_axis():
     assert (b2 + (b3 + product) * product - x.exp()).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("encoding_size", [2, 8])
+@pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
+def test_states_of_any_layout_and_type(size, dtype, contiguous):
     """Views on a projection's output, heads split off by slicing, odd offsets, ten samples: one result."""
-    states = torch.randn(10, 5, 2 * 17 + 1)
+    states = torch.randn(10, 5, 2 * 17 + 1, dtype=torch.float32).to(dtype)
     query, key = (part.unflatten(-1, (2, 17)).transpose(1, 2) for part in (states[..., 1:], states[..., :-1]))
-    query, key = query.to(dtype), key.to(dtype)
     if contiguous:
         query, key = query.contiguous(), key.contiguous()
-    if encoding_size == 2:
-        angles = torch.rand(1, 2, 5, 8) * 7
-        rotation = torch.stack([angles.cos(), angles.sin()], -1)
-    else:
-        rotation = torch.matrix_exp(skew(torch.randn(1, 2, 5, 2, 28), 8))
+    entries = 7 * torch.randn(1, 2, 5, 16 // size, size * (size - 1) // 2)
+    matrices = torch.matrix_exp(skew(entries, size).double())
+    rotation = (matrices[..., 0] if size == 2 else matrices).float()  # cos and sin of planes
     for rotated, state in zip(rotate_query_key(query, key, rotation), (query, key)):
         assert rotated.dtype == dtype and torch.equal(rotated[..., 16:], state[..., 16:])
-        blocks = state[..., :16].double()
-        if encoding_size == 2:
-            products = torch.view_as_complex(blocks.unflatten(-1, (8, 2)).contiguous()) * torch.exp(
-                1j * angles.double()
-            )
-            expected = torch.view_as_real(products).flatten(-2)
-        else:
-            expected = (rotation.double() @ blocks.unflatten(-1, (2, 8)).unsqueeze(-1)).squeeze(-1).flatten(-2)
+        blocks = state[..., :16].double().unflatten(-1, (-1, size, 1))
         # Products of eight terms of size one in the type itself.
-        tolerance = 8 * 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(rotated[..., :16].double(), expected, rtol=0, atol=tolerance)
-        torch.testing.assert_close(rotate(state, rotation), rotated, rtol=0, atol=tolerance)
+        close = {"rtol": 0, "atol": 8 * 4 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(rotated[..., :16].double(), (matrices @ blocks).flatten(-3), **close)
+        torch.testing.assert_close(rotate(state, rotation), rotated, **close)
 
 
 @pytest.mark.parametrize(
