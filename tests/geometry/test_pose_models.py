@@ -1,9 +1,7 @@
 """Models that attend by poses, and poses, sizes and options that are refused."""
 
 import logging
-import math
 
-import numpy as np
 import pytest
 import torch
 from pose_reference import HEAD_DIM, HEADS, expected, random_poses, random_states, tiled
@@ -164,62 +162,17 @@ def test_matrices_that_are_not_poses(change, message):
     layer.frames(poses, known=torch.tensor([True, True, False]))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"head_dim": 18}, "head_dim=18"),
-        ({"head_dim": 0}, "head_dim=0"),
-        ({"head_dim": 8, "patch_share": 0.25}, "patch_share=0.25 leaves 6 to poses"),
-        ({"head_dim": 8, "patch_share": 1.0}, "patch_share=1.0"),
-        ({"head_dim": 8, "translation_scale": 0.0}, "translation_scale=0.0"),
-    ],
-)
-def test_sizes_that_do_not_fit(options, message):
-    with pytest.raises(ValueError, match=message):
-        PoseEmbedding(**options)
-
-
-CAMERAS, LENSES = torch.eye(4).expand(2, 4, 4, 4), torch.eye(3).expand(2, 4, 3, 3)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"poses": LENSES}, r"poses of shape \(2, 4, 3, 3\)"),
-        ({"poses": torch.empty(2, 0, 4, 4)}, r"poses of shape \(2, 0, 4, 4\).*at least one token"),
-        ({"poses": [[1.0]]}, "poses is a list; a tensor is needed"),
-        ({"known": [True] * 4}, "known is a list; a tensor is needed"),
-        ({"reference": np.eye(4)}, "reference is a ndarray; a tensor is needed"),
-        ({"intrinsics": LENSES, "image_size": (math.nan, 2)}, r"image_size=\(nan, 2\)"),
-        ({"intrinsics": LENSES, "image_size": 224}, "image_size=224 must be"),
-        ({"poses": CAMERAS.half()}, "torch.float16: float32 or float64"),
-        ({"intrinsics": LENSES}, "image_size=None"),
-        ({"image_size": (4, 4)}, "without intrinsics"),
-        ({"intrinsics": torch.zeros(2, 4, 3, 3), "image_size": (4, 4)}, r"intrinsics\[0, 0\]"),
-        ({"intrinsics": torch.eye(3).expand(2, 5, 3, 3), "image_size": (4, 4)}, "5 tokens in 2 samples"),
-        ({"known": torch.ones(2, 4)}, "bool is needed"),
-        ({"known": torch.ones(3, 4, dtype=torch.bool)}, "3 samples"),
-        ({"reference": torch.eye(4).expand(3, 4, 4)}, "reference of shape"),
-        ({"patches": torch.rand(4, 2)}, "patch_share=0.0 and patches were given"),
-        ({"patches": grid_positions((2, 2))}, "coordinates of patches='train_grid'.*accepted are index, train_index"),
-        ({"patches": torch.rand(3, 2)}, "3 tokens and poses of 4"),
-    ],
-)
-def test_options_that_do_not_fit(options, message):
-    takes_patches = "patches" in options and "patches were given" not in message
-    layer = PoseEmbedding(HEAD_DIM, patch_share=0.5 if takes_patches else 0.0)
-    with pytest.raises(ValueError, match=message):
-        layer.frames(**{"poses": CAMERAS} | options)
-
-
 def test_states_that_do_not_fit():
-    plain, layer, states, poses = PoseEmbedding(16), PoseEmbedding(16, patch_share=0.5), random_states(2, 4), CAMERAS
+    plain, layer = PoseEmbedding(HEAD_DIM), PoseEmbedding(HEAD_DIM, patch_share=0.5)
+    states, poses = random_states(2, 4), random_poses(2, 4)
     for message, refused in (
         (r"head_dim=16", lambda: plain(*(x[..., :8] for x in states), poses)),
         ("poses of 4 tokens in 3 samples", lambda: plain(*states, random_poses(3, 4))),
         ("torch.int64", lambda: plain.undo(states[0].long(), poses)),
         ("none were given", lambda: layer(*states, poses)),
         ("patches of 4 tokens in 3 samples", lambda: layer(*states, layer.frames(poses, patches=torch.rand(3, 4, 2)))),
+        ("coordinates of patches='train_grid'.*are index", lambda: layer.frames(poses, patches=grid_positions((2, 2)))),
+        ("3 tokens and poses of 4", lambda: layer.frames(poses, patches=torch.rand(3, 2))),
         ("query is a list", lambda: layer([[1.0]], *states[1:], layer.frames(poses, patches=torch.rand(4, 2)))),
         ("translation_scale=1.0; this one has .*patch_share=0.5", lambda: layer(*states, plain.frames(poses))),
     ):

@@ -1,7 +1,5 @@
 """The layer with frequencies and pairs of channels of the user, and the lines of its page for other libraries."""
 
-import math
-
 import pytest
 import reference
 import torch
@@ -73,29 +71,12 @@ def test_the_order_of_channels_folds(encoding):
     torch.testing.assert_close(scores(), before, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"frequencies": torch.ones(3, 24)}, r"frequencies of shape \(3, 24\).*\(2, 1, 4, 24\) here"),
-        ({"frequencies": torch.ones(2, 3, 24)}, r"frequencies of shape \(2, 3, 24\)"),
-        ({"frequencies": torch.full((2, 24), math.nan)}, "must be finite"),
-        ({"frequencies": torch.ones(2, 25)}, "pairing of 25 planes.*must name channels from 0 to 47"),
-        ({"frequencies": torch.ones(2, 4), "pairing": [(0, 1)]}, "of 4 planes, and pairing names the channels of 1"),
-        ({"pairing": "neighbours"}, "pairing='neighbours': accepted are adjacent, halves"),
-        ({"pairing": [(0, 1), (1, 2)]}, "each once at most"),
-        ({"frequencies": torch.rand(2, 24), "position_encoding": "comrope_ld"}, "cannot start with these frequencies"),
-        ({"frequencies": torch.ones(2, 24), "position_encoding": "circulant_string"}, "Fourier basis"),
-        ({"round_angles": True, "position_encoding": "liere"}, "round_angles=True is for planes.*accepted: rope_mixed"),
-        *(
-            ({"frequencies": torch.eye(2, 24) + shared, "position_encoding": name, "block_size": 3}, "even size")
-            for name in ("comrope_ld", "liere")
-            for shared in (0, 1)
-        ),
-    ],
-)
-def test_frequencies_and_pairs_that_do_not_fit(fields, message):
-    with pytest.raises(ValueError, match=message):
-        LieRotaryEmbedding(HEADS, HEAD_DIM, **{"num_axes": 2, "position_encoding": "rope_mixed", **fields})
+@pytest.mark.parametrize("encoding", ["comrope_ld", "liere"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_odd_blocks_do_not_start_at_planes(encoding, shared):
+    """Whether each plane rotates with one axis or with both."""
+    with pytest.raises(ValueError, match="block_size=3: a block is made of planes.*even size"):
+        LieRotaryEmbedding(HEADS, HEAD_DIM, 2, encoding, 3, frequencies=torch.eye(2, 24) + shared)
 
 
 def test_the_lines_for_monai_rotate_in_millimetres():
