@@ -8,10 +8,14 @@ import pytest
 import rope_cases
 import torch
 import transformers
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from encoding_cases import ENCODINGS
+from patching_cases import IMAGE
+from safetensors.torch import save_file
 from torch import nn
 
 import hf_liere
-from hf_liere import RotaryPatchConfig, patch
+from hf_liere import LieRotaryEmbedding, PoseEmbedding, RotaryPatchConfig, patch
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -22,7 +26,7 @@ LABELS = {"num_labels": 3}
 SEVERAL = {**LABELS, "problem_type": "multi_label_classification"}
 ONE_NUMBER = {"num_labels": 1, "problem_type": "regression"}
 TEXT = {**rope_cases.TEXT, "num_hidden_layers": 1}
-PLANES = rope_cases.PLANES
+PLANES, BLOCKS = rope_cases.PLANES, RotaryPatchConfig("liere", block_size=4, rotary_init="pretrained")
 
 
 def ours(name, config, **fields):
@@ -180,6 +184,179 @@ def test_users_decide_who_divides_the_loss():
     assert model.accepts_loss_kwargs
     model.accepts_loss_kwargs = False
     assert not model.accepts_loss_kwargs and not hf_liere.LieREViTModel.accepts_loss_kwargs
+
+
+def layer(**options):
+    return lambda: LieRotaryEmbedding(2, 16, 2, **{"position_encoding": "liere", "block_size": 4, **options})
+
+
+def states(axes=2):
+    return torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), torch.rand(5, axes)
+
+
+def unlabelled():
+    return {"pixel_values": torch.randn(2, 3, 8, 8)}
+
+
+def poses():
+    turned = torch.linalg.qr(torch.randn(5, 3, 3))[0]
+    turned = turned * turned.det().sign().view(-1, 1, 1)
+    found = torch.eye(4).repeat(5, 1, 1)
+    found[:, :3, :3], found[:, :3, 3] = turned, torch.randn(5, 3)
+    return *(torch.randn(1, 2, 5, 16) for _ in range(3)), found
+
+
+# Modules and their inputs; those of other libraries have tables of their own.
+TABLES = {
+    "layer": (layer(), states),
+    "halves": (layer(pairing="halves"), states),
+    "frequencies": (layer(frequencies=torch.rand(2, 6), pairing="adjacent"), states),
+    "few channels": (layer(pairing=[(3, 1), (0, 5)]), states),
+    **{encoding: (ours(*IMAGES, **PICTURE, position_encoding=encoding), unlabelled) for encoding in ENCODINGS},
+}
+PATCHED = {
+    "llama, planes": ("llama", PLANES),
+    "llama, blocks": ("llama", BLOCKS),
+    "qwen3, planes": ("qwen3", PLANES),
+    "gpt_neox, blocks": ("gpt_neox", BLOCKS),
+    "dinov3, planes": ("dinov3", PLANES),
+    "dinov3, blocks": ("dinov3", BLOCKS),
+    "qwen2_vl_tower, planes": ("qwen2_vl_tower", PLANES),
+    "qwen3_vl, planes": ("qwen3_vl", PLANES),
+}
+VISION = {"CLIP": "CLIPVisionModel CLIPVisionConfig", "DINOv2": "Dinov2Model Dinov2Config", "ViT": "ViTModel ViTConfig"}
+
+
+def randomize(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        found = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    return found[0] if not hasattr(found, "logits") else found.logits
+
+
+def spoil_memory():
+    """Memory that is found again contains no numbers."""
+    for size in (4, 8, 16, 24, 32, 48, 64, 128):
+        [torch.full((size,), float("nan")) for _ in range(200)]
+
+
+def refill(empty, model):
+    """`to_empty` and `load_state_dict`."""
+    spoil_memory()
+    empty = empty.to_empty(device="cpu")
+    for name, buffer in empty.named_buffers():
+        # Integers that are no index of anything.
+        if name in model.state_dict() and not buffer.is_floating_point():
+            buffer.fill_(10**6)
+    empty.load_state_dict(model.state_dict())
+    return empty.eval()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_modules_without_memory_are_filled_by_their_state_dict(name):
+    build, inputs = TABLES[name]
+    model, inputs = randomize(build()), inputs()
+    expected = run(model, inputs)
+    with torch.device("meta"):
+        built = build()
+    for empty in (built, copy.deepcopy(model).to("meta")):
+        assert torch.equal(run(refill(empty, model), inputs), expected)
+
+
+def test_poses_without_memory():
+    module, inputs = PoseEmbedding(16, patch_share=0.0), poses()
+    empty = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+    empty.load_state_dict(module.state_dict())
+    for found, expected in zip(empty(*inputs), module(*inputs)):
+        assert torch.equal(found, expected)
+
+
+def from_patched(name):
+    if name in VISION:
+        kinds, config = VISION[name].split(), RotaryPatchConfig("liere", block_size=4)
+        model = patched(*kinds, config, **IMAGE)()
+        return randomize(model), rope_cases.images() if name != "CLIP" else {"pixel_values": torch.randn(2, 3, 16, 16)}
+    family, config = PATCHED[name]
+    model, inputs = rope_cases.build(family)
+    patch(model, config)
+    return randomize(model), inputs
+
+
+@pytest.mark.parametrize("name", [*PATCHED, *VISION])
+def test_patched_models_without_memory(name, tmp_path):
+    model, inputs = from_patched(name)
+    expected = rope_cases.outputs(model, inputs)
+    with torch.device("meta"):
+        built = type(model)(model.config)
+    for empty in (built, copy.deepcopy(model).to("meta")):
+        tables = [name for name, buffer in empty.named_buffers() if "rotary_encoding" in name and buffer.is_meta]
+        assert not tables
+        torch.testing.assert_close(rope_cases.outputs(refill(empty, model), inputs), expected, rtol=0, atol=0)
+    # transformers may give other names to what it saves.
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        built = type(model)(model.config)
+    built = load_checkpoint_and_dispatch(built, str(tmp_path), device_map={"": "cpu"})
+    torch.testing.assert_close(rope_cases.outputs(built.eval(), inputs), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("library", ["timm", "diffusion"])
+def test_patched_models_of_other_libraries_without_memory(library):
+    pytest.importorskip("diffusers" if library == "diffusion" else "timm")
+    cases = __import__(f"{library}_cases")
+    name = {"timm": "eva02_tiny_patch14_224", "diffusion": "FluxTransformer2DModel"}[library]
+    for config in (PLANES, BLOCKS):
+        model, inputs = cases.build(name)
+        patch(model, config)
+        randomize(model)
+        expected = cases.outputs(model, inputs)
+        empty = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+        empty.load_state_dict(model.state_dict())
+        for module_name, module in model.named_modules():
+            # Their own buffers are theirs.
+            if "rotary_encoding" not in module_name:
+                for key in module._non_persistent_buffers_set:
+                    empty.get_submodule(module_name)._buffers[key] = module._buffers[key]
+        torch.testing.assert_close(cases.outputs(empty, inputs), expected, rtol=0, atol=0)
+
+
+class UserConfig(transformers.PreTrainedConfig):
+    model_type = "model_with_the_layer"
+
+
+class UserModel(transformers.PreTrainedModel):
+    """The layer in a model of transformers, which empties buffers that no file contains."""
+
+    config_class = UserConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rotary = LieRotaryEmbedding(2, 16, 2, "liere", 4, pairing="halves")
+        self.post_init()
+
+    def forward(self, query, key, positions):
+        return self.rotary(query, key, positions)
+
+
+def test_the_layer_in_a_model_of_transformers(tmp_path):
+    model, inputs = randomize(UserModel(UserConfig())), states()
+    expected = run(model, inputs)
+    model.save_pretrained(tmp_path)
+    spoil_memory()
+    assert torch.equal(run(UserModel.from_pretrained(tmp_path).eval(), inputs), expected)
+
+
+def test_tables_follow_their_module():
+    rotary = layer(pairing="halves")()
+    order = rotary.order.clone()
+    rotary.to("meta").half()
+    assert rotary.order.device.type == "cpu" and torch.equal(rotary.order, order) and order.dtype == torch.int64
 
 
 # Options of `from_pretrained` of transformers; they are no fields.
