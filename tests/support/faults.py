@@ -133,7 +133,7 @@ FAULTS = tuple(
             "prefix_coordinate",
             "if rotary_patch.config.rotate_prefix else 0.0",
             "",
-            "patching/test_patching.py::test_rotated_prefix_sits_at_the_centre[clip_vision]",
+            "patching/test_patching.py::test_prefix_that_is_not_rotated",
         ),
         (
             "rotary_attention_forward",
@@ -145,13 +145,13 @@ FAULTS = tuple(
             "TowerPatch",
             "self.outputs.remove()",
             "self.outputs.current.clear()",
-            "patching/test_pretrained_blocks.py::test_blocks_start_at_the_pretrained_rotation_and_learn[llama-liere]",
+            "properties/test_patches.py::test_gradients_and_unpatching[rotating llama, blocks]",
         ),
         (
             "RopePlanes",
             "angles.sin()], dim=-1) * factor)",
             "angles.sin()], dim=-1))",
-            "patching/test_pretrained_rope.py::test_planes_start_as_the_same_bits_and_unpatch_is_exact[llama_yarn-sdpa]",
+            "properties/test_patches.py::test_gradients_and_unpatching[rotating llama_yarn, planes]",
         ),
         (
             "turn_further",
@@ -169,7 +169,7 @@ FAULTS = tuple(
             "_place",
             "rows * grid[0], columns * grid[1]",
             "columns * grid[1], rows * grid[0]",
-            "patching/test_folding.py::test_liere_of_dinov3_has_constants_of_its_grids",
+            "patching/test_folding.py::test_grids_have_constants_and_other_sizes_are_computed[dinov3]",
         ),
         # Adapters.
         (
@@ -182,7 +182,7 @@ FAULTS = tuple(
             "stored_parameters",
             "copies[name] if name in copies else encoding.original_module",
             "encoding.original_module",
-            "patching/test_peft_adapters.py::test_two_adapters_have_rotations_of_their_own_only_as_copies",
+            "patching/test_adapters.py::test_lora_and_rotations_are_trained_and_restored_together[llama-copies]",
         ),
         (
             "require_saved_together",
@@ -194,7 +194,7 @@ FAULTS = tuple(
             "write_rotations",
             "value.cpu().contiguous()",
             "value.cpu().bfloat16()",
-            "patching/test_adapters.py::test_adapter_gives_the_same_bits_on_a_fresh_base[clip_vision]",
+            "properties/test_saves_and_loads.py::test_adapters_restore_rotations[patched clip_vision]",
         ),
         (
             "TowerPatch",
@@ -219,7 +219,7 @@ FAULTS = tuple(
             "read_volume",
             ".dataobj).T",
             ".dataobj)",
-            "reading/test_clips.py::test_oblique_scans_take_their_closest_axes",
+            "reading/test_clips.py::test_scanners_store_the_same_scan_in_any_axes[nii-RAS]",
         ),
         (
             "_series",

@@ -1,0 +1,115 @@
+"""Patches of every model of the tables: gradients, unpatching, checkpointed layers, copies and offloaded weights."""
+
+import copy
+import io
+
+import pytest
+import torch
+import transformers
+from model_cases import MODELS, PATCHED, SLOW, build, make, run
+from patching_cases import randomize, same_bits, tensors
+
+from hf_liere import is_patched, patch, rotary_parameters, unpatch
+
+
+# How far gradients of weights are from those of the plain model, relative to the largest: diffusers rounds the angles
+# of LTX, up to 15,000 radians, to float32, and blocks do not.
+TOLERANCES = {"LTXVideoTransformer3DModel, liere": 1e-2}
+# One of its attention modules sees the text alone, which is at 0 on two axes.
+STILL_AXES = {"ZImageTransformer2DModel, liere"}
+# transformers 5.17 loses the keys that layers share under the hooks of accelerate.
+SHARES_KEYS = hasattr(transformers.cache_utils, "KVSharingDict")
+
+
+# These stand for the others, which are slow.
+FEW = {"patched clip_vision", "rotating llama, planes", "rotating gpt_neox, blocks", "vit_tiny_patch16_224, liere"}
+FEW |= {"vit_small_patch16_dinov3, rope_mixed", "FluxTransformer2DModel, rope_mixed", "FluxTransformer2DModel, liere"}
+
+
+def over(names, slow):
+    marked = (pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names)
+    return pytest.mark.parametrize("name", list(marked))
+
+
+def gradients(name, model, inputs):
+    """By name of a parameter, those of a sum of all outputs with random weights."""
+    model.zero_grad()
+    outputs = [value for value in tensors(MODELS[name].outputs(model, inputs)) if value.requires_grad]
+    torch.manual_seed(3)
+    sum((value * torch.randn_like(value)).sum() for value in outputs).backward()
+    return {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
+
+
+def has_hooks(model):
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_gradients_and_unpatching(name):
+    """
+    Gradients of weights are those of the plain model, those of rotations reach every layer and plane, and nothing of a
+    patch stays.
+    """
+    model, inputs = MODELS[name].make().eval(), MODELS[name].inputs()
+    kind, weights = type(model), {key: value.clone() for key, value in model.state_dict().items()}
+    expected, plain = run(name, model, inputs), gradients(name, model, inputs)
+    learned = gradients(name, patch(model, MODELS[name].config), inputs)
+    for key in plain.keys() & learned.keys():
+        error = (learned.pop(key) - plain[key]).abs().max() / plain[key].abs().max().clamp(min=1e-3)
+        assert error <= TOLERANCES.get(name, 1e-4), key
+    rotations = dict(rotary_parameters(model))
+    # Blocks take the place of frequencies that a model of timm learns; multipliers of zeros learn later.
+    assert learned.keys() == rotations.keys() and plain.keys() - dict(model.named_parameters()).keys() <= {"rope.freqs"}
+    for key, gradient in learned.items():
+        assert gradient.isfinite().all(), key
+        assert gradient.any(-1).all() or key.endswith("multipliers") or name in STILL_AXES, key
+    randomize(model)
+    assert not same_bits(run(name, model, inputs), expected)
+    unpatch(model)
+    assert type(model) is kind and not is_patched(model) and not has_hooks(model)
+    after = model.state_dict()
+    assert list(after) == list(weights) and all(torch.equal(after[key], weights[key]) for key in after)
+    assert same_bits(run(name, model, inputs), expected)
+
+
+def checkpoint(model):
+    """As each library calls it."""
+    for switch in ("gradient_checkpointing_enable", "set_grad_checkpointing", "enable_gradient_checkpointing"):
+        if hasattr(model, switch):
+            return getattr(model, switch)()
+    raise AttributeError(f"{type(model).__name__} has no checkpointed layers")
+
+
+@over(PATCHED, SLOW)
+def test_checkpointed_layers_have_the_same_gradients(name):
+    model, inputs = make(name), MODELS[name].inputs()
+    model.train()
+    expected = gradients(name, model, inputs)
+    checkpoint(model)
+    found = gradients(name, model, inputs)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+
+
+@over(PATCHED, {*PATCHED} - FEW)
+def test_copies_and_files_have_rotations_of_their_own(name):
+    model, inputs, expected = build(name)
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert same_bits(run(name, other, inputs), expected)
+        randomize(other)
+        assert same_bits(run(name, model, inputs), expected) and not same_bits(run(name, other, inputs), expected)
+        assert not has_hooks(unpatch(other)) and is_patched(model)
+
+
+@over([name for name in PATCHED if SHARES_KEYS or "gemma" not in name], {*PATCHED} - FEW)
+def test_offloaded_weights_give_the_same_bits(name):
+    """Those of the patched model, and of one that was dispatched before it was patched."""
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs, expected = build(name)
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    assert next(value for _, value in rotary_parameters(offloaded)).is_meta
+    assert same_bits(run(name, offloaded, inputs), expected)
+    dispatched = accelerate.dispatch_model(MODELS[name].make().eval(), {"": "cpu"}, force_hooks=True)
+    patch(dispatched, MODELS[name].config).load_state_dict(model.state_dict())
+    assert same_bits(run(name, dispatched, inputs), expected)
