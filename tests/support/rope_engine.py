@@ -4,12 +4,15 @@ nothing with the package: it reads test vectors as other engines do, and compute
 """
 
 import dataclasses
+import json
 import math
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from hf_liere.tools.cli import main
 
 
 @dataclasses.dataclass
@@ -86,6 +89,15 @@ class Engine:
 
 def round_to(values, dtype):
     return torch.tensor(values, dtype=torch.float32).to(dtype).float().numpy()
+
+
+def write_vectors(folder, configs):
+    """By name of a configuration, the file of its test vectors, as the command writes them."""
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    assert main(["rope", *(str(folder / name) for name in configs), "--vectors", str(folder / "vectors")]) == 0
+    return {name: folder / "vectors" / f"{name}.safetensors" for name in configs}
 
 
 def answer(vectors, path, engines, names=None, dtype=torch.float32):

@@ -1,12 +1,11 @@
 """Faults of engines are named: each test breaks a right engine, which shares nothing with the package, in one way."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 import torch
-from rope_engine import Engine, answer
+from rope_engine import Engine, answer, write_vectors
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -85,13 +84,8 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def vectors(tmp_path_factory):
-    """By name of a model, the file of its test vectors, as the command writes them from its configuration."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, (config, _) in MODELS.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
-    assert main(["rope", *(str(folder / name) for name in MODELS), "--vectors", str(folder / "vectors")]) == 0
-    return {name: folder / "vectors" / f"{name}.safetensors" for name in MODELS}
+    configs = {name: config for name, (config, _) in MODELS.items()}
+    return write_vectors(tmp_path_factory.mktemp("models"), configs)
 
 
 def rotation_of(name):

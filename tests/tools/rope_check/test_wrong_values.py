@@ -1,10 +1,10 @@
 """Whatever is wrong with rotated states, in one value or all, is not called right; what is only rounded, is."""
 
 import itertools
-import json
 
 import pytest
 import torch
+from rope_engine import write_vectors
 from safetensors import safe_open
 from safetensors.torch import save_file
 from slow_cases import slow_except
@@ -113,12 +113,8 @@ RESULTS = {
 
 @pytest.fixture(scope="module")
 def vectors(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("families")
-    for name, fields in FAMILIES.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps({"model_type": name, **SIZES, **fields}))
-    assert main(["rope", *(str(folder / name) for name in FAMILIES), "--vectors", str(folder / "vectors")]) == 0
-    return {name: folder / "vectors" / f"{name}.safetensors" for name in FAMILIES}
+    configs = {name: {"model_type": name, **SIZES, **fields} for name, fields in FAMILIES.items()}
+    return write_vectors(tmp_path_factory.mktemp("families"), configs)
 
 
 def check(file, answers, tensors):
