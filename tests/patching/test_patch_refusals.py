@@ -1,175 +1,248 @@
-"""What `patch`, `unpatch` and `load_rotary` do not accept."""
-
-import json
-import os
+"""What `patch` and `unpatch` refuse of models of transformers, which stay as they were."""
 
 import pytest
 import torch
 import transformers
-from patching_cases import IMAGE, ROTATING, UNFIT, build, clip_config, randomize
-from patching_checks import SHARED_CONFIG
-from safetensors.torch import load_file, save_file
-
-from hf_liere import (
-    RotaryPatchConfig,
-    is_patched,
-    load_rotary,
-    patch,
-    rotary_parameters,
-    save_rotary,
-    set_absolute_weight,
-    unpatch,
+from patching_cases import CASES as CASES_OF_TOWERS
+from patching_cases import IMAGE, ROTATING, UNFIT, clip_config
+from patching_cases import build as build_tower
+from patching_cases import model as model_of
+from patching_checks import SHARED_CONFIG, refused
+from rope_cases import CASES, PLANES, build
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaModel,
+    apply_rotary_pos_emb,
 )
 
+from hf_liere import RotaryPatchConfig, patch, set_absolute_weight, unpatch
 
-class TestRefusals:
-    """Every refusal leaves the model as it was."""
 
-    def refuse(self, model, message, function, *arguments):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        configs = [getattr(module, "config", None) for module in model.modules()]
+def pretrained(**fields):
+    return RotaryPatchConfig(**{"position_encoding": "rope_mixed", "rotary_init": "pretrained", **fields})
+
+
+# By fields of a configuration for the vision tower of CLIP.
+MISFITS = {
+    "block_size=32 does not fit a head_dim of 16": {"block_size": 32},
+    "accepted here: .2, 4, 8, 16.": {"block_size": 3},
+    "layers=.0, 7. do not match.*0: encoder.layers.0.self_attn": {"layers": [0, 7]},
+    "layers=.. do not match": {"layers": []},
+    "target='text_model' matches no vision tower": {"target": "text_model"},
+    "its only block_size is 2": {"position_encoding": "rope_mixed", "block_size": 4},
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_configurations_that_do_not_fit(message):
+    with refused(model := build_tower("clip_vision")[0], message):
+        patch(model, RotaryPatchConfig(**MISFITS[message]))
+
+
+# Of no model at all.
+WRONG = {
+    "'sinusoid'; accepted are liere": {"position_encoding": "sinusoid"},
+    "must be one of interpolate, train_size, fade, drop": {"keep_absolute": "twice"},
+    "absolute_weight=2.0": {"keep_absolute": "fade", "absolute_weight": 2.0},
+    "belongs to keep_absolute='fade'": {"absolute_weight": 0.5},
+    "never starts neutral": {"position_encoding": "axial_rope"},
+    "newer hf_liere": {"format_version": 99},
+    "block_size='8' must be int or None": {"block_size": "8"},
+    "rotate_prefix=1 must be bool": {"rotate_prefix": 1},
+    "block_size=True must be int or None": {"block_size": True},
+    "absolute_weight='1' must be float": {"absolute_weight": "1"},
+    "position_rescale=0.5 must be at least 1": {"position_rescale": 0.5},
+    "position_rescale='2' must be": {"position_rescale": "2"},
+    "coordinates='polar'; accepted are index, train_grid": {"coordinates": "polar"},
+    "'pretraind'; the closest is 'pretrained'": {"rotary_init": "pretraind"},
+    "layers=3 must be a list of indices": {"layers": 3},
+}
+WRONG_BESIDE_ROPE = {
+    "axial_rope learns nothing": {"position_encoding": "axial_rope"},
+    "coordinates='unit': with rotary_init='pretrained' the coordinates": {"coordinates": "unit"},
+    "rope_theta=10.0, position_shift=0.1: with": {"rope_theta": 10.0, "position_shift": 0.1},
+    "keep_absolute='drop': with": {"keep_absolute": "drop"},
+}
+
+
+@pytest.mark.parametrize("message", [*WRONG, *WRONG_BESIDE_ROPE])
+def test_configurations_for_no_model(message):
+    make, fields = (pretrained, WRONG_BESIDE_ROPE) if message in WRONG_BESIDE_ROPE else (RotaryPatchConfig, WRONG)
+    with refused(model := build_tower("clip_vision")[0], message):
+        patch(model, make(**fields[message]))
+
+
+def layer_of_torch():
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), torch.nn.TransformerEncoderLayer(8, 2))
+
+
+# Why vision towers, and what is none, get no rotations that start at zero.
+TOWERS = {
+    "has no patch embedding.*its modules are embeddings": lambda: transformers.CLIPTextModel(clip_config().text_config),
+    "not routed through.*MultiheadAttention": layer_of_torch,
+    "not routed through": model_of("ConvNextConfig", "ConvNextModel", hidden_sizes=[8] * 4, depths=[1] * 4),
+    "EomtForUniversalSegmentation learns query .5 vectors. outside the embeddings": UNFIT["eomt"],
+    "YolosModel learn detection_tokens .3 vectors., which may come after the patches": UNFIT["yolos"],
+    r"several stacks of attention, encoder.layers.\*.message_attn, encoder.layers.\*.self_attn": UNFIT["x_clip"],
+    "SegformerLayer has no image_size": UNFIT["segformer"],
+    "HunYuanVLVisionTransformer has no image_size": UNFIT["hunyuan"],
+}
+
+
+@pytest.mark.parametrize("message", TOWERS)
+def test_models_without_a_tower_that_fits(message):
+    with refused(model := TOWERS[message](), message):
+        patch(model, SHARED_CONFIG)
+
+
+@pytest.mark.parametrize("name", [*ROTATING, "llama", "qwen2_5_vl_tower", "gemma4_vision"])
+def test_models_that_rotate_already(name):
+    if name not in {**CASES, **ROTATING}:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    model = ROTATING[name]() if name in ROTATING else build(name)[0]
+    with refused(model, "already rotates .*(Accepted: models|rotary_init='pretrained')"):
+        patch(model, SHARED_CONFIG)
+
+
+def of(name):
+    return lambda: build(name)[0]
+
+
+def changed(place, forward):
+    """Llama, of which the module at a place has another forward."""
+
+    def make():
+        model, _ = build("llama")
+        module = model.get_submodule(place)
+        module.__class__ = type("Other", (type(module),), {"forward": forward})
+        return model
+
+    return make
+
+
+def rotate_and_hand_on(self, hidden_states, position_embeddings=None, **kwargs):
+    cos, sin = position_embeddings
+    return LlamaDecoderLayer.forward(self, hidden_states, position_embeddings=(cos, sin), **kwargs)
+
+
+def compute_cos_and_sin(self, *args, **kwargs):
+    angles = torch.zeros(1)
+    return LlamaModel.forward(self, *args, scaling=angles.cos() + angles.sin(), **kwargs)
+
+
+def fail(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+    """Parameters of a layer that does not rotate would learn nothing."""
+    raise NotImplementedError
+
+
+def rotate_half_of_the_planes(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+    cos, sin = (x.clone() for x in position_embeddings)
+    for x, neutral in ((cos, 1), (sin, 0)):
+        x.unflatten(-1, (2, 8))[..., 4:] = neutral
+    return LlamaAttention.forward(self, hidden_states, (cos, sin), attention_mask, **kwargs)
+
+
+def rotate_queries_alone(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+    query = self.q_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
+    rotated, _ = apply_rotary_pos_emb(query, query, *position_embeddings)
+    return ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](self, rotated, query, query, attention_mask)
+
+
+def read_keys(self, hidden_states, position_embeddings, shared_kv_states):
+    return shared_kv_states.of_layer(self.layer_idx)
+
+
+def later_layers_of_gemma3n():
+    """They read the keys of another model, as the assistants of Gemma 4 do."""
+    model, _ = build("gemma3n")
+    model.model.layers, model.config.layer_types = model.model.layers[2:], model.config.layer_types[2:]
+    return model
+
+
+def two_towers_with_common_weights():
+    """As encoder and decoder of Diffusion Gemma have: the decoder reads the keys that the encoder has cached."""
+    model = torch.nn.ModuleDict({"encoder": build("llama")[0].model, "decoder": build("llama")[0].model})
+    for first, second in zip(model["encoder"].layers, model["decoder"].layers):
+        second.self_attn.k_proj.weight = first.self_attn.k_proj.weight
+    return model
+
+
+def heads_of_18_channels():
+    # Before it, this tower rotates on two axes.
+    pytest.importorskip("transformers", "5.18")
+    sizes = {"hidden_size": 36, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    return model_of("MiniMaxM3VLVisionConfig", "MiniMaxM3VLVisionModel", **sizes, patch_size=4)()
+
+
+SECOND = "model.layers.1.self_attn"
+KEYS_OF_ANOTHER = "layers.2.self_attn reads the keys of model.layers.0.self_attn and .*; name layer 0, and leave"
+LIERE = {"position_encoding": "liere"}
+# Why rotations that learn do not start at those of a model; fields of the configuration.
+ROPES = {
+    "CLIPVisionModel has no module with frequencies .*pass rotary_init='zeros'": (
+        CASES_OF_TOWERS["clip_vision"].build,
+        {},
+    ),
+    "Llama4VisionModel has no module with frequencies": (
+        model_of("Llama4VisionConfig", "Llama4VisionModel", **IMAGE),
+        {},
+    ),
+    "VJEPA2Model has no module with frequencies": (ROTATING["vjepa2"], {}),
+    "takes positions on two axes and on three, and heads have 18 channels": (heads_of_18_channels, {}),
+    "layers.0 .Other. rotates with cos and sin and passes them": (changed("model.layers.0", rotate_and_hand_on), {}),
+    "Other. computes cos and sin in its forward pass, beside those of": (changed("model", compute_cos_and_sin), {}),
+    f"{KEYS_OF_ANOTHER} out": (of("gemma3n"), {"layers": [2]}),
+    f"{KEYS_OF_ANOTHER} out .2.": (of("gemma3n"), {"layers": [0, 2]}),
+    "Other. could not be called with a few tokens to see whether it rotates": (changed(SECOND, fail), {}),
+    "rotates 8 channels of each head, and rotary_emb has 8 planes": (changed(SECOND, rotate_half_of_the_planes), {}),
+    "Gemma3nTextAttention. reads keys that no layer before it makes": (later_layers_of_gemma3n, {}),
+    "Other. rotates its queries and not its keys": (changed(SECOND, rotate_queries_alone), {}),
+    "Other. may read the keys of another layer": (changed(SECOND, read_keys), {}),
+    "encoder.layers.0.self_attn and decoder.layers.0.self_attn have": (two_towers_with_common_weights, {}),
+    "decoder.layers.0.self_attn have weights in common": (two_towers_with_common_weights, {"target": "encoder"}),
+    "layers=.5. do not match: model .LlamaModel. has attention .*'0: model.layers.0": (of("llama"), {"layers": [5]}),
+    "layers=.1.: the model does not rotate in model.layers.1.self_attn": (of("smollm3"), {"layers": [0, 1]}),
+    "target='visual' computes no rotations; modules that do: .'model'": (of("llama"), {"target": "visual"}),
+    "rope_mixed rotates planes, its only block_size is 2": (of("dinov3"), {"block_size": 4}),
+    "block_size=3": (of("dinov3"), {"block_size": 3, **LIERE}),
+    "block_size=32 does not fit a head_dim of 16": (of("dinov3"), {"block_size": 32, **LIERE}),
+    "block_size=16: DINOv3ViTModel rotates .4, 4. planes": (
+        of("dinov3"),
+        {"block_size": 16, "position_encoding": "comrope_ld"},
+    ),
+    "share_layers=True: the layers of model .* different frequencies": (
+        of("gemma3"),
+        {"block_size": 4, "share_layers": True, **LIERE},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ROPES)
+def test_models_whose_rotation_is_no_start(message):
+    make, fields = ROPES[message]
+    with refused(model := make(), message):
+        patch(model, pretrained(**fields))
+
+
+def test_patched_twice_and_not_at_all():
+    model, _ = build_tower("clip")
+    for change, message in (
+        (lambda: unpatch(model), "is not patched"),
+        (lambda: set_absolute_weight(model, 0.5), "is not patched"),
+        (lambda: patch(patch(model, SHARED_CONFIG), SHARED_CONFIG), "vision_model is patched already"),
+    ):
         with pytest.raises(ValueError, match=message):
-            function(model, *arguments)
-        after = model.state_dict()
-        assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
-        assert all(a is getattr(b, "config", None) for a, b in zip(configs, model.modules()))
-
-    @pytest.mark.parametrize(
-        "fields, message",
-        [
-            ({"block_size": 32}, "block_size=32 does not fit a head_dim of 16"),
-            ({"block_size": 3}, "accepted here: .2, 4, 8, 16."),
-            ({"layers": [0, 7]}, "layers=.0, 7. do not match.*0: encoder.layers.0.self_attn"),
-            ({"layers": []}, "layers=.. do not match"),
-            ({"target": "text_model"}, "target='text_model' matches no vision tower"),
-            ({"position_encoding": "rope_mixed", "block_size": 4}, "its only block_size is 2"),
-        ],
-    )
-    def test_configuration_that_does_not_fit(self, fields, message):
-        config = RotaryPatchConfig(**fields)
-        self.refuse(build("clip_vision")[0], message, patch, config)
-
-    @pytest.mark.parametrize(
-        "fields, message",
-        [
-            ({"position_encoding": "sinusoid"}, "'sinusoid'; accepted are liere"),
-            ({"keep_absolute": "twice"}, "must be one of interpolate, train_size, fade, drop"),
-            ({"keep_absolute": "fade", "absolute_weight": 2.0}, "absolute_weight=2.0"),
-            ({"absolute_weight": 0.5}, "belongs to keep_absolute='fade'"),
-            ({"position_encoding": "axial_rope"}, "never starts neutral"),
-            ({"format_version": 99}, "newer hf_liere"),
-            ({"block_size": "8"}, "block_size='8' must be int or None"),
-            ({"rotate_prefix": 1}, "rotate_prefix=1 must be bool"),
-            ({"block_size": True}, "block_size=True must be int or None"),
-            ({"absolute_weight": "1"}, "absolute_weight='1' must be float"),
-            ({"coordinates": "polar"}, "coordinates='polar'; accepted are index, train_grid"),
-            ({"rotary_init": "pretraind"}, "'pretraind'; the closest is 'pretrained'"),
-            ({"layers": 3}, "layers=3 must be a list of indices"),
-        ],
-    )
-    def test_configuration_for_no_model(self, fields, message):
-        with pytest.raises(ValueError, match=message):
-            RotaryPatchConfig(**fields)
-
-    def test_models_without_anything_to_patch(self):
-        text = transformers.CLIPTextModel(clip_config().text_config)
-        self.refuse(text, "has no patch embedding.*its modules are embeddings", patch, SHARED_CONFIG)
-        layer = torch.nn.TransformerEncoderLayer(8, 2)
-        own = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), layer)
-        self.refuse(own, "not routed through.*MultiheadAttention", patch, SHARED_CONFIG)
-        swin = transformers.ConvNextModel(transformers.ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
-        self.refuse(swin, "not routed through", patch, SHARED_CONFIG)
-
-    @pytest.mark.parametrize("name", ROTATING)
-    def test_models_that_rotate_already(self, name):
-        self.refuse(ROTATING[name](), "already rotates query and key .*Accepted: models", patch, SHARED_CONFIG)
-
-    @pytest.mark.parametrize(
-        "name, message",
-        [
-            ("eomt", "EomtForUniversalSegmentation learns query .5 vectors. outside the embeddings"),
-            ("yolos", "YolosModel learn detection_tokens .3 vectors., which may come after the patches"),
-            ("x_clip", r"several stacks of attention, encoder.layers.\*.message_attn, encoder.layers.\*.self_attn"),
-            ("segformer", "SegformerLayer has no image_size"),
-            ("hunyuan", "HunYuanVLVisionTransformer has no image_size"),
-        ],
-    )
-    def test_models_whose_tokens_cannot_be_placed(self, name, message):
-        self.refuse(UNFIT[name](), message, patch, SHARED_CONFIG)
-
-    def test_patched_twice_and_not_at_all(self):
-        model, _ = build("clip")
-        self.refuse(model, "is not patched", unpatch)
-        self.refuse(model, "is not patched", set_absolute_weight, 0.5)
-        self.refuse(patch(model, SHARED_CONFIG), "vision_model is patched already", patch, SHARED_CONFIG)
-        self.refuse(model, "not 'fade'", set_absolute_weight, 0.5)
-
-    def test_adapter_of_another_base(self, tmp_path):
-        model, _ = build("clip_vision")
-        save_rotary(patch(model, SHARED_CONFIG), tmp_path)
-        wide = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**{**IMAGE, "hidden_size": 64}))
-        self.refuse(wide, "head_dim 16 there, 32 here", load_rotary, tmp_path)
-        self.refuse(
-            build("siglip")[0], "model_type clip_vision_model there, siglip_vision_model", load_rotary, tmp_path
-        )
-        same_shape = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE))
-        self.refuse(same_shape, "trained on other weights", load_rotary, tmp_path)
-        assert is_patched(load_rotary(same_shape, tmp_path, None, False))
-        # Rotations of the same kind are replaced, those of another refused.
-        saved = {name: value.clone() for name, value in rotary_parameters(model)}
-        randomize(model)
-        load_rotary(model, tmp_path)
-        assert all(torch.equal(value, saved[name]) for name, value in rotary_parameters(model))
-        self.refuse(
-            patch(build("clip_vision")[0], RotaryPatchConfig("liere")), "'liere' here, .* there", load_rotary, tmp_path
-        )
-        config = json.loads((tmp_path / "rotary_config.json").read_text())
-        config["rotary_patch"]["position_encoding"] = "comrope_ap"
-        (tmp_path / "rotary_config.json").write_text(json.dumps(config))
-        self.refuse(build("clip_vision")[0], "multipliers", load_rotary, tmp_path)
-        (tmp_path / "rotary_config.json").unlink()
-        self.refuse(build("clip_vision")[0], "contains no rotary_config.json", load_rotary, tmp_path)
-
-    @pytest.mark.parametrize(
-        "damage, message",
-        [
-            (lambda path: edit(path, lambda content: content.pop("base")), "has no list 'base'"),
-            (lambda path: edit(path, lambda content: content["base"][0].pop("heads")), "base has no heads"),
-            (lambda path: edit(path, lambda content: content["base"][0].update(weights=[["a"]])), "other weights"),
-            (
-                lambda path: edit(path, lambda content: content["rotary_patch"].update(format_version="1")),
-                "='1' must be",
-            ),
-            (
-                lambda path: edit(path, lambda content: content["rotary_patch"].update(layers="01")),
-                "layers='01' must be",
-            ),
-            (lambda path: (path / "rotary_config.json").write_text("{"), "config.json is not a json file"),
-            (lambda path: (path / "rotary_config.json").write_text("[]"), "contains a list; accepted: a json object"),
-            (
-                lambda path: (path / "rotary_config.json").write_bytes(b"\xff\xfe{"),
-                "config.json is not a json file",
-            ),
-            (lambda path: os.truncate(path / "rotary.safetensors", 500), "rotary.safetensors cannot be read"),
-            (lambda path: os.truncate(path / "rotary.safetensors", 0), "rotary.safetensors cannot be read"),
-            (lambda path: edit_weights(path, float("nan")), "values of 0.generators that are not finite"),
-            (lambda path: edit_weights(path, float("inf")), "values of 0.generators that are not finite"),
-        ],
-    )
-    def test_damaged_adapter(self, damage, message, tmp_path):
-        model, _ = build("clip_vision")
-        save_rotary(patch(model, SHARED_CONFIG), tmp_path)
-        damage(tmp_path)
-        self.refuse(unpatch(model), message, load_rotary, tmp_path)
+            change()
+    with refused(model, "not 'fade'"):
+        set_absolute_weight(model, 0.5)
+    llama = patch(build("llama")[0], PLANES)
+    with refused(llama, "model is patched already"):
+        patch(llama, PLANES)
 
 
-def edit(path, change):
-    content = json.loads((path / "rotary_config.json").read_text())
-    change(content)
-    (path / "rotary_config.json").write_text(json.dumps(content))
-
-
-def edit_weights(path, value):
-    tensors = load_file(path / "rotary.safetensors")
-    tensors["0.generators"][0, 0, 0, 0] = value
-    save_file(tensors, path / "rotary.safetensors")
+def test_cos_and_sin_that_the_model_did_not_compute():
+    layer = patch(build("llama")[0], PLANES).model.layers[0].self_attn
+    with pytest.raises(RuntimeError, match="layer 0 got rotations of 16 channels in torch.float32, which do"):
+        layer(torch.zeros(1, 3, 48), position_embeddings=(torch.ones(1, 3, 16), torch.zeros(1, 3, 16)))

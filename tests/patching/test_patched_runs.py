@@ -1,27 +1,42 @@
 """Patched models under offloading, two processes, checkpointing, threads, compilation and bfloat16."""
 
+import importlib
+import itertools
 import threading
 
+import patching_cases
 import pytest
 import rope_cases
 import torch
-from patching_cases import CASES, build, check_step_of_two_processes, randomize, run, same_bits, tensors
-from patching_checks import SHARED_CONFIG, build_patched, check_copies, check_offloading, compute_checkpointed_gradients
+from patching_cases import CASES, build, check_step_of_two_processes, outputs, randomize, run, same_bits, tensors
+from patching_checks import (
+    SHARED_CONFIG,
+    build_patched,
+    check_cached_steps,
+    compute_checkpointed_gradients,
+)
+from rope_cases import PLANES, blocks
 from slow_cases import slow_except
 
 from hf_liere import FrequencySchedule, patch, rotary_parameters, set_frequency_schedule, unpatch
 from hf_liere.patching import tower_patch
 
 
-def test_offloaded_and_dispatched_models():
-    check_offloading(*build_patched("clip_vision"), build("clip_vision")[0], SHARED_CONFIG)
+KINDS = {"zeros": SHARED_CONFIG, "planes": PLANES, "blocks": blocks(), "commuting": blocks("comrope_ld", layers=[0])}
+STEPS = [("clip_classifier", "zeros", "ddp")]
+STEPS += itertools.product(("llama", "qwen3"), ("planes", "blocks", "commuting"), ("ddp", "fsdp", "fsdp_small"))
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_step_of_one(tmp_path):
-    model, _ = build_patched("clip_classifier")
-    batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 0])}
-    check_step_of_two_processes(model, batch, tmp_path, 1e-4)
+@pytest.mark.parametrize("name, config, kind", STEPS)
+def test_two_processes_take_the_step_of_one(name, config, kind, tmp_path):
+    model, inputs = (patching_cases if config == "zeros" else rope_cases).build(name)
+    randomize(patch(model, KINDS[config]))
+    if config == "zeros":
+        batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 0])}
+    else:
+        batch = {**inputs, "labels": inputs["input_ids"]}
+    check_step_of_two_processes(model, batch, tmp_path, 1e-4 if config == "zeros" else 1e-5, kind)
 
 
 def test_implementation_may_change_after_patching():
@@ -106,34 +121,29 @@ def test_layer_that_is_not_rotated_any_more_is_reported():
         model(**inputs)
 
 
-def test_failed_forward_leaves_nothing_behind():
-    model, inputs = build("clip_vision")
-    patch(model, SHARED_CONFIG)
-    expected = run(model, inputs)
-    with pytest.raises((RuntimeError, ValueError)):
-        model(pixel_values=torch.randn(1, 5, 16, 16))
-    assert same_bits(run(model, inputs), expected)
-    with pytest.raises(RuntimeError, match="outside the forward pass"):
-        model.encoder(torch.zeros(1, 17, 32))
+CONFIGS = pytest.mark.parametrize("config", [pytest.param(PLANES, id="planes"), pytest.param(blocks(), id="blocks")])
+# One after the other, with as many tokens on different grids.
+TWO_GRIDS = [CASES["clip_vision"].inputs(size) for size in ((16, 16), (32, 8))]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients_of_two_grids_are_those_without(reentrant):
-    def forward(model):
-        # Both forwards before the backward, with as many tokens on different grids.
-        samples = (torch.randn(2, 3, *size).requires_grad_() for size in ((16, 16), (32, 8)))
-        return [model(pixel_values=sample).last_hidden_state for sample in samples]
-
-    gradients = compute_checkpointed_gradients(
-        lambda: patch(build("clip_vision")[0], SHARED_CONFIG), forward, reentrant
+@pytest.mark.parametrize("config", [SHARED_CONFIG, PLANES, blocks()], ids=["zeros", "planes", "blocks"])
+@pytest.mark.parametrize("name", ["clip_vision", "llama", "dinov3", "qwen2_5_vl_tower"])
+def test_checkpointed_layers_have_the_same_gradients(name, config, reentrant):
+    """Of two passes before the backward one."""
+    if (name == "clip_vision") != (config is SHARED_CONFIG):
+        return
+    inputs = TWO_GRIDS if name == "clip_vision" else [rope_cases.build(name)[1]] * 2
+    make = build if name == "clip_vision" else rope_cases.build
+    plain, checkpointed = compute_checkpointed_gradients(
+        lambda: patch(make(name)[0], config),
+        lambda model: [value for each in inputs for value in outputs(model, each)],
+        reentrant,
+        std=0.1,
     )
-    # Reentrant checkpointing adds up the layers in another order.
-    for plain, checkpointed in zip(*gradients):
-        torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-5)
-
-
-def test_copies_and_other_models_keep_their_own_grids():
-    check_copies(*build_patched("clip_vision"))
+    for value, expected in zip(checkpointed, plain, strict=True):
+        # Reentrant checkpointing adds up in another order.
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
 
 def test_threads_do_not_see_each_others_grids():
@@ -158,16 +168,6 @@ def test_threads_do_not_see_each_others_grids():
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_checkpointed_gradients_of_every_family_are_those_without(name):
-    model, inputs = build(name)
-    assert model.supports_gradient_checkpointing
-    gradients = compute_checkpointed_gradients(
-        lambda: patch(build(name)[0], SHARED_CONFIG), lambda model: run(model, inputs)
-    )
-    assert same_bits(*gradients) and all(gradient.abs().max() > 0 for gradient in gradients[0])
-
-
 # One of each way to embed patches and to pass attention on; compiling takes seconds each.
 @pytest.mark.parametrize("name", slow_except(("siglip2",), CASES))
 def test_compiled_whole_graph_gives_the_same(name):
@@ -182,16 +182,75 @@ def test_compiled_whole_graph_gives_the_same(name):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-def test_bfloat16_starts_as_the_unpatched_model(autocast):
-    model, inputs = build("clip_vision")
-    if not autocast:
-        model.to(torch.bfloat16)
-        inputs = {name: value.to(torch.bfloat16) for name, value in inputs.items()}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected = run(model, inputs)
-        patch(model, SHARED_CONFIG)
-        assert same_bits(run(model, inputs), expected)
-        randomize(model)
-        sum(tensor.float().square().sum() for tensor in run(model, inputs)).backward()
-    assert all(value.dtype == torch.float32 and value.grad.isfinite().all() for _, value in rotary_parameters(model))
+HALF = [("patching_cases", "clip_vision", SHARED_CONFIG, precision) for precision in ("bfloat16", "autocast")]
+HALF += itertools.product(
+    ("rope_cases",), ("llama", "dinov3", "qwen2_5_vl_tower"), (PLANES,), ("bfloat16", "float16", "autocast")
+)
+HALF += [("timm_cases", "vit_tiny_patch16_224", SHARED_CONFIG, "autocast")]
+HALF += [("timm_cases", "vit_small_patch16_dinov3", PLANES, "autocast")]
+
+
+@pytest.mark.parametrize("cases, name, config, precision", HALF)
+def test_half_types_start_with_the_same_bits(cases, name, config, precision):
+    cases = importlib.import_module(cases)
+    model, inputs = cases.build(name)
+    if precision != "autocast":
+        model = model.to(getattr(torch, precision))
+        inputs = {key: x.to(model.dtype) if x.is_floating_point() else x for key, x in inputs.items()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        expected = cases.outputs(model, inputs)
+        found = cases.outputs(patch(model, config), inputs)
+        assert same_bits(found, expected)
+        sum(value.float().square().mean() for value in found).backward()
+    for _, value in rotary_parameters(model):
+        assert value.dtype == torch.float32 and value.grad.isfinite().all()
+
+
+@CONFIGS
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_static_cache_and_padding_on_the_left(name, config):
+    """Mistral's cache slides, Gemma 3 has layers of both kinds."""
+    model, inputs = rope_cases.build_patched(name, config, std=0.1)
+    check_cached_steps(model, inputs, "static")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :4] = 0
+    check_cached_steps(model, {**inputs, "attention_mask": mask})
+
+
+COMPILED = [
+    ("llama", blocks()),
+    ("llama", PLANES),
+    ("gemma3", PLANES),
+    ("dinov3", PLANES),
+    ("dinov3", blocks()),
+    ("llama", blocks("comrope_ld")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, config", COMPILED)
+def test_compiled_whole_graph_has_the_same_gradients(name, config):
+    model, inputs = rope_cases.build_patched(name, config, std=0.1)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    gradients = []
+    for runs in (model, compiled):
+        model.zero_grad()
+        found = outputs(runs, inputs)
+        found[0].square().sum().backward()
+        gradients.append([found[0].detach(), *(value.grad for _, value in rotary_parameters(model))])
+    for expected, value in zip(*gradients):
+        # Compiled graphs of float32 add up in another order.
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected.abs().max())))
+
+
+@pytest.mark.slow
+@CONFIGS
+@pytest.mark.parametrize("name", ["llama", "mistral", "dinov3"])
+def test_flex_attention_gives_the_same(name, config):
+    model, inputs = rope_cases.build_patched(name, config, std=0.1)
+    with torch.no_grad():
+        expected = outputs(model, inputs)
+        model.set_attn_implementation("flex_attention")
+        # Compiled kernels of float32 add up in another order.
+        torch.testing.assert_close(outputs(model, inputs)[0], expected[0], rtol=1e-4, atol=1e-4)

@@ -1,15 +1,15 @@
 """Rotations inside pretrained models: the unpatched model and explicit float64 attention are the references."""
 
-import copy
-import itertools
 from dataclasses import replace
 
+import patching_cases
 import pytest
+import rope_cases
 import torch
 from encoding_cases import NEUTRAL, ROUNDED, on_axes
 from patching_cases import CASES, REAL_SIZES, build, randomize, run, same_bits
-from patching_checks import SHARED_CONFIG, build_patched, check_unpatched, unit_grid
-from reference import head_rotation
+from patching_checks import SHARED_CONFIG, unit_grid
+from reference import rotate_heads
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
 from hf_liere.encoding.kinds import ENCODINGS
@@ -27,24 +27,20 @@ def configs_of(model):
             yield RotaryPatchConfig(position_encoding=encoding, block_size=min(accepted, key=lambda b: abs(b - 4)))
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CASES)
-def test_zero_start_is_the_same_bits_and_unpatch_is_exact(name, implementation):
-    model, inputs = build(name, implementation)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+@torch.no_grad()
+def test_every_encoding_starts_at_the_model(name):
+    model, inputs = build(name)
     expected = run(model, inputs)
     for config in configs_of(model):
-        encoding = config.position_encoding
-        patch(model, config)
-        if encoding in ROUNDED:
+        found = run(patch(model, config), inputs)
+        if config.position_encoding in ROUNDED:
             # Two layers in float32.
-            close = zip(run(model, inputs), expected, strict=True)
-            assert all(torch.allclose(found, start, rtol=1e-5, atol=2e-5) for found, start in close), encoding
+            close = zip(found, expected, strict=True)
+            assert all(torch.allclose(one, start, rtol=1e-5, atol=2e-5) for one, start in close), config
         else:
-            assert same_bits(run(model, inputs), expected), encoding
-        randomize(model)
-        assert not same_bits(run(model, inputs), expected), encoding
-        check_unpatched(model, inputs, before, expected)
+            assert same_bits(found, expected), config
+        unpatch(model)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,16 +92,6 @@ def test_zero_start_is_the_same_bits_at_the_size_of_published_models(name, imple
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_reach_every_layer_of_the_generators(name):
-    model, inputs = build(name)
-    patch(model, SHARED_CONFIG)
-    sum(tensor.square().sum() for tensor in run(model.train(), inputs) if tensor.requires_grad).backward()
-    parameters = {key.rpartition(".")[2]: value for key, value in rotary_parameters(model)}
-    assert set(parameters) == {"generators", "multipliers"}
-    assert (parameters["generators"].grad.flatten(1).abs().amax(dim=1) > 0).all()
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_tower_and_heads_are_found(name):
     model, _ = build(name)
     (tower,) = find_towers(model)
@@ -113,32 +99,32 @@ def test_tower_and_heads_are_found(name):
     assert len(tower.attentions) == 2
 
 
-def expected_positions(name, inputs, outputs, prefix):
+def expected_positions(inputs, outputs, prefix):
     """(B, prefix + tokens, A): where each token sits, prefix tokens at the centre, read off inputs and outputs."""
+    pixels = inputs["pixel_values"]
+    frames, (rows, columns) = pixels.shape[1:-3], pixels.shape[-2:]
+    grid = unit_grid(*(count // 2 for count in frames), rows // 4, columns // 4)
     if "spatial_shapes" in inputs:
-        length = inputs["pixel_values"].shape[1]
         samples = [unit_grid(*shape) for shape in inputs["spatial_shapes"].tolist()]
-        samples = [torch.cat([sample, torch.zeros(length - len(sample), 2)]) for sample in samples]
-    elif name.startswith("vit_mae"):
-        ids = outputs["ids_restore"].argsort(dim=1)
+        samples = [torch.cat([sample, torch.zeros(pixels.shape[1] - len(sample), 2)]) for sample in samples]
+    elif "ids_restore" in outputs:
         kept = int((outputs["mask"][0] == 0).sum())
-        samples = [unit_grid(4, 4)[sample[:kept]] for sample in ids]
+        samples = [grid[sample[:kept]] for sample in outputs["ids_restore"].argsort(dim=1)]
     elif "bool_masked_pos" in inputs:
-        samples = [unit_grid(2, 2, 2)[~mask] for mask in inputs["bool_masked_pos"]]
+        samples = [grid[~mask] for mask in inputs["bool_masked_pos"]]
     else:
-        grid = unit_grid(2, 2, 2) if inputs["pixel_values"].ndim == 5 else unit_grid(4, 4)
-        samples = [grid] * len(inputs["pixel_values"])
+        samples = [grid] * len(pixels)
     return torch.stack([torch.cat([torch.full((prefix, sample.shape[-1]), 0.5), sample]) for sample in samples])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_weights_are_those_of_explicit_rotations(name):
-    model, inputs = build_patched(name, "eager")
-    (tower,) = find_towers(unpatched_copy(model))
+    """Of images whose rows and columns differ, where the family takes some."""
+    case, (model, _) = CASES[name], build(name, "eager")
+    inputs, (tower,) = case.inputs(case.other_size or case.size), find_towers(model)
+    randomize(patch(model, SHARED_CONFIG))
     seen = {}
-    patched_tower = model.get_submodule(tower.name)
-    for layer, (attention_name, _) in enumerate(tower.attentions):
-        attention = model.get_submodule(attention_name)
+    for layer, (_, attention) in enumerate(tower.attentions):
         for kind, projection in zip("qk", projections(attention)):
             projection.register_forward_hook(
                 lambda module, args, output, key=(layer, kind): seen.__setitem__(key, output.double())
@@ -150,27 +136,20 @@ def test_attention_weights_are_those_of_explicit_rotations(name):
 
         attention.register_forward_hook(see_weights, with_kwargs=True)
     torch.manual_seed(1)
-    outputs = model(**inputs)
-    positions = expected_positions(name, inputs, outputs, CASES[name].prefix)
-    parameters = dict(patched_tower.rotary_encoding.named_parameters())
-    config = patched_tower.rotary_encoding.config
-    for layer, (attention_name, _) in enumerate(tower.attentions):
-        heads, head_dim = head_shape(model.get_submodule(attention_name))
-        query, key = (seen[layer, kind].unflatten(-1, (heads, head_dim)).transpose(1, 2) for kind in "qk")
-        rotations = torch.stack(
-            [
-                torch.stack(
-                    [
-                        torch.stack(
-                            [head_rotation(p, parameters, config, positions.shape[-1], layer, head) for p in sample]
-                        )
-                        for head in range(heads)
-                    ]
-                )
-                for sample in positions
-            ]
+    positions = expected_positions(inputs, model(**inputs), case.prefix)
+    encoding = model.get_submodule(tower.name).rotary_encoding
+    for layer, (_, attention) in enumerate(tower.attentions):
+        heads, head_dim = head_shape(attention)
+        query, key = (
+            rotate_heads(
+                seen[layer, kind].unflatten(-1, (heads, head_dim)).transpose(1, 2),
+                positions,
+                dict(encoding.named_parameters()),
+                encoding.config,
+                layer,
+            )
+            for kind in "qk"
         )
-        query, key = (torch.einsum("bhnij,bhnj->bhni", rotations, states) for states in (query, key))
         logits = query @ key.transpose(-1, -2) / head_dim**0.5
         if seen[layer, "mask"] is not None:
             logits = logits + seen[layer, "mask"].double()
@@ -178,18 +157,20 @@ def test_attention_weights_are_those_of_explicit_rotations(name):
         torch.testing.assert_close(seen[layer, "weights"].double(), logits.softmax(-1), rtol=0, atol=2e-6)
 
 
-def unpatched_copy(model):
-    return unpatch(copy.deepcopy(model))
-
-
-def test_chosen_layers_share_nothing_with_the_others():
-    model, inputs = build("clip_vision", "eager")
+@pytest.mark.parametrize(
+    "cases, name, config",
+    [
+        (patching_cases, "clip_vision", SHARED_CONFIG),
+        (rope_cases, "llama", rope_cases.PLANES),
+        (rope_cases, "llama", rope_cases.blocks("comrope_ld")),
+    ],
+)
+def test_chosen_layers_share_nothing_with_the_others(cases, name, config):
+    model, inputs = cases.build(name, "eager")
     expected = model(**inputs, output_attentions=True).attentions
-    patch(model, RotaryPatchConfig(block_size=4, layers=[1]))
-    randomize(model)
+    randomize(patch(model, replace(config, layers=[1])), std=0.1)
     found = model(**inputs, output_attentions=True).attentions
     assert torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])
-    assert [tuple(value.shape) for _, value in rotary_parameters(model)] == [(1, 2, 4, 6), (2, 1, 2, 4)]
 
 
 def test_class_tokens_are_rotated_by_default_with_comrope_only():
@@ -228,110 +209,77 @@ def test_attentions_and_hidden_states_are_given_as_before(name):
     assert same_bits(run(patch(model, SHARED_CONFIG), inputs, **options), expected)
 
 
-def explicit_rotations(tower, model, inputs):
-    """The matrices, or cos and sin, that belong to the positions of a forward pass."""
-    seen = {}
-    handle = tower.rotary_encoding.register_forward_pre_hook(lambda module, args: seen.update(positions=args[0]))
-    model(**inputs)
-    handle.remove()
-    return tower.rotary_encoding(seen["positions"])
-
-
-def rotations_of_a_pass(model, inputs):
-    """(layers, heads, tokens, head_dim, head_dim) of the last pass, dense, in float64."""
+def rotation_of_a_pass(model, inputs):
+    """That of the first layer."""
     (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
-    layers = explicit_rotations(tower, model, inputs)
-    return torch.stack([block_diagonal(layer.matrices()[0].double()) for layer in layers])
+    seen = {}
+    with tower.rotary_encoding.register_forward_pre_hook(lambda module, args: seen.update(positions=args[0])):
+        model(**inputs)
+    return next(iter(tower.rotary_encoding(seen["positions"])))
 
 
-def block_diagonal(blocks):
-    *shape, count, size, _ = blocks.shape
-    dense = blocks.new_zeros(*shape, count * size, count * size)
-    for index in range(count):
-        part = slice(index * size, (index + 1) * size)
-        dense[..., part, part] = blocks[..., index, :, :]
-    return dense
-
-
+# The centre of a centred grid is the origin.
+@pytest.mark.parametrize("fields", [{"rotate_prefix": False}, {"rotate_prefix": True, "coordinates": "centred_grid"}])
 @pytest.mark.parametrize("name", ["clip_vision", "deit", "dinov2_registers"])
-def test_rotated_prefix_sits_at_the_centre(name):
-    model, inputs = build_patched(name)
-    found = rotations_of_a_pass(model, inputs)
-    (encoding,) = (module.rotary_encoding for module in model.modules() if hasattr(module, "rotary_encoding"))
-    parameters, prefix = dict(encoding.named_parameters()), CASES[name].prefix
-    positions = [torch.full((2,), 0.5, dtype=torch.float64)] * prefix + list(unit_grid(4, 4))
-    for layer, head in itertools.product(range(2), range(2)):
-        expected = torch.stack([head_rotation(p, parameters, encoding.config, 2, layer, head) for p in positions])
-        # Rotations are float32.
-        torch.testing.assert_close(found[layer, head], expected, rtol=0, atol=1e-6)
-    assert (found[:, :, 0] - torch.eye(16)).abs().amax() > 1e-2
-    # The centre of a centred grid is the origin.
-    for unrotated in ({"rotate_prefix": False}, {"rotate_prefix": True, "coordinates": "centred_grid"}):
-        unpatch(model)
-        patch(model, replace(SHARED_CONFIG, **unrotated))
-        randomize(model)
-        (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
-        for rotation in explicit_rotations(tower, model, inputs):
-            still = rotation.cos_sin[:, :, :prefix]
-            assert torch.equal(still, torch.tensor([1.0, 0.0]).expand_as(still))
+def test_prefix_that_is_not_rotated(name, fields):
+    model, inputs = build(name)
+    randomize(patch(model, replace(SHARED_CONFIG, **fields)))
+    turned = rotation_of_a_pass(model, inputs).cos_sin[0, 0]  # (tokens, planes, 2)
+    still = (turned == torch.tensor([1.0, 0.0])).flatten(1).all(1).tolist()
+    assert still == [True] * CASES[name].prefix + [False] * 16
+
+
+@pytest.fixture
+def measured():
+    """
+    Makes a model whose first planes rotate by the coordinates themselves, in patch extents, and a function that reads
+    those of the patches of a pass.
+    """
+
+    def make(name, **fields):
+        model, inputs = build(name)
+        if name == "vit_mae":
+            inputs["noise"] = torch.rand(2, 16)
+        patch(model, RotaryPatchConfig("liere", block_size=2, coordinates="index", **fields))
+        with torch.no_grad():
+            ((_, generators),) = rotary_parameters(model)
+            generators.zero_()
+            for axis in range(len(generators)):
+                # A small angle, so that a full rotation is not lost.
+                generators[axis, :, :, axis] = 0.1
+
+        def measure():
+            turned = rotation_of_a_pass(model, inputs).cos_sin[0, 0, :, : len(generators)].detach().double()
+            found = torch.atan2(turned[..., 1], turned[..., 0]) / 0.1  # (tokens, A)
+            # Angles are read off float32 rotations.
+            assert torch.all(found[: CASES[name].prefix].abs() < 1e-5)
+            return found[CASES[name].prefix :]
+
+        return model, measure
+
+    return make
 
 
 @pytest.mark.parametrize("name", ["clip_vision", "siglip2", "vit_mae", "vivit"])
-def test_positions_are_perturbed_in_training_only_and_within_their_patch(name):
-    """Measured by an encoding whose first two planes rotate by the coordinates themselves, in patch extents."""
-    model, inputs = build(name)
-    if name == "vit_mae":
-        inputs["noise"] = torch.rand(2, 16)
-    config = RotaryPatchConfig(position_encoding="liere", block_size=2, coordinates="index", position_perturbation=1.0)
-    patch(model, config)
-    axes = 3 if name == "vivit" else 2
-    with torch.no_grad():
-        ((_, generators),) = rotary_parameters(model)
-        generators.zero_()
-        for axis in range(axes):
-            # A small angle, so that a full rotation is not lost.
-            generators[axis, :, :, axis] = 0.1
-    still = coordinates_of_a_pass(model, inputs, axes)
-    assert torch.equal(coordinates_of_a_pass(model, inputs, axes), still)
+def test_positions_are_perturbed_in_training_only_and_within_their_patch(name, measured):
+    model, measure = measured(name, position_perturbation=1.0)
+    still = measure()
+    assert torch.equal(measure(), still)
     model.train()
-    first, second = (coordinates_of_a_pass(model, inputs, axes) for _ in range(2))
-    prefix = CASES[name].prefix
-    # Angles are read off float32 rotations.
-    assert torch.all(first[:prefix].abs() < 1e-5)
-    offsets = first[prefix:] - still[prefix:]
-    assert offsets.abs().mean() > 0.1 and offsets.abs().max() <= 0.5 + 1e-5
+    first, second = measure(), measure()
+    offsets = (first - still).abs()
+    assert offsets.mean() > 0.1 and offsets.max() <= 0.5 + 1e-5
     assert (first - second).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["clip_vision", "vivit"])
-def test_coordinates_are_augmented_in_training_only(name):
-    """Measured as above: distances between patches are multiplied by one factor for all axes, about the centre."""
-    model, inputs = build(name)
-    config = {"position_encoding": "liere", "block_size": 2, "coordinates": "index", "position_rescale": 3.0}
-    patch(model, RotaryPatchConfig(**config))
-    axes = 3 if name == "vivit" else 2
-    with torch.no_grad():
-        ((_, generators),) = rotary_parameters(model)
-        generators.zero_()
-        for axis in range(axes):
-            generators[axis, :, :, axis] = 0.1
-    prefix = CASES[name].prefix
-    still = coordinates_of_a_pass(model, inputs, axes)
-    moved = coordinates_of_a_pass(model.train(), inputs, axes)
-    assert torch.all(moved[:prefix].abs() < 1e-5)
-    still, moved = (each[prefix:] - each[prefix:].mean(dim=0) for each in (still, moved))
+def test_coordinates_are_augmented_in_training_only(name, measured):
+    """Distances between patches are multiplied by one factor for all axes, about the centre."""
+    model, measure = measured(name, position_rescale=3.0)
+    still = measure()
+    model.train()
+    still, moved = (each - each.mean(dim=0) for each in (still, measure()))
     factor = moved[-1, 0] / still[-1, 0]
     assert 1 / 3 <= factor <= 3 and abs(factor - 1) > 0.01
     # Angles are read off float32 rotations.
     torch.testing.assert_close(moved, still * factor, rtol=0, atol=1e-4)
-    for value, message in ((0.5, "position_rescale=0.5 must be at least 1"), ("2", "position_rescale='2' must be")):
-        with pytest.raises(ValueError, match=message):
-            patch(build(name)[0], RotaryPatchConfig(**{**config, "position_rescale": value}))
-
-
-def coordinates_of_a_pass(model, inputs, axes):
-    """(tokens, axes) of the first sample, from the angles of the first planes."""
-    (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
-    layers = explicit_rotations(tower, model, inputs)
-    cos, sin = layers[0].cos_sin[0, 0, :, :axes].detach().double().unbind(-1)
-    return torch.atan2(sin, cos) / 0.1

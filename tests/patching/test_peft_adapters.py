@@ -48,8 +48,17 @@ def adapted(base, **fields):
     return model
 
 
+@torch.no_grad()
+def logits(model):
+    return model(torch.arange(3, 17).view(2, 7)).logits
+
+
 def plain(tmp_path):
     return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def load(tmp_path, base=None, name="adapter"):
+    return peft.PeftModel.from_pretrained(base or plain(tmp_path), tmp_path / name)
 
 
 LOADERS = {
@@ -117,7 +126,7 @@ def test_adapters_without_a_task_are_loaded_by_auto_peft_model(is_patched_base, 
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False)).eval()
     model.save_pretrained(tmp_path / "adapter")
     loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter").eval()
-    assert torch.equal(outputs(loaded, build("llama")[1])[0], outputs(model, build("llama")[1])[0])
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_rotations_without_their_patch_are_not_dropped(base, tmp_path):
@@ -125,8 +134,8 @@ def test_rotations_without_their_patch_are_not_dropped(base, tmp_path):
     # As of a process in which nothing wrote it.
     (tmp_path / "adapter" / "rotary_config.json").unlink()
     with pytest.raises(ValueError, match="contains rotations, .*rotary_encoding.*LlamaForCausalLM would drop"):
-        peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter")
-    model = peft.PeftModel.from_pretrained(patch(plain(tmp_path), PLANES), tmp_path / "adapter")
+        load(tmp_path)
+    model = load(tmp_path, patch(plain(tmp_path), PLANES))
     assert is_patched(model)
 
 
@@ -136,7 +145,7 @@ def test_a_base_with_other_rotations_is_refused(base, tmp_path):
     with pytest.raises(
         ValueError, match="patched differently .*position_encoding='liere' here, 'rope_mixed' there.*unpatch it"
     ):
-        peft.PeftModel.from_pretrained(patch(plain(tmp_path), other), tmp_path / "adapter")
+        load(tmp_path, patch(plain(tmp_path), other))
 
 
 def test_an_adapter_that_was_trained_without_rotations_keeps_its_base(base, tmp_path):
@@ -153,23 +162,23 @@ def test_an_adapter_is_loaded_on_a_base_that_was_trained_further(base, tmp_path)
     with torch.no_grad():
         further.model.layers[0].self_attn.q_proj.weight.mul_(1.1)
     with pytest.raises(ValueError, match="was trained on other weights.*check_weights=False"):
-        peft.PeftModel.from_pretrained(further, tmp_path / "adapter")
+        load(tmp_path, further)
     load_rotary(further, tmp_path / "adapter", check_weights=False)
-    assert is_patched(peft.PeftModel.from_pretrained(further, tmp_path / "adapter"))
+    assert is_patched(load(tmp_path, further))
 
 
 def test_adapters_that_are_mixed_or_swapped_have_their_rotations(base, tmp_path):
     from peft.utils.hotswap import hotswap_adapter
 
-    inputs, model = build("llama")[1], adapted(base)
+    model = adapted(base)
     model.save_pretrained(tmp_path / "first")
     mixed = peft.PeftMixedModel.from_pretrained(plain(tmp_path), tmp_path / "first").eval()
-    assert torch.equal(outputs(mixed, inputs)[0], outputs(model, inputs)[0])
+    assert torch.equal(logits(mixed), logits(model))
     randomize(model)
     model.save_pretrained(tmp_path / "second")
-    swapped = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "first").eval()
+    swapped = load(tmp_path, name="first").eval()
     hotswap_adapter(swapped, str(tmp_path / "second"), "default", torch_device="cpu")
-    assert torch.equal(outputs(swapped, inputs)[0], outputs(model, inputs)[0])
+    assert torch.equal(logits(swapped), logits(model))
 
 
 def test_rotations_of_an_earlier_adapter_do_not_stay(base, tmp_path):
@@ -179,9 +188,9 @@ def test_rotations_of_an_earlier_adapter_do_not_stay(base, tmp_path):
     assert not list((tmp_path / "adapter").glob("rotary*"))
     # The adapter that was loaded with them, too.
     adapted(plain(tmp_path)).save_pretrained(tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter")
+    loaded = load(tmp_path)
     unpatch(loaded).save_pretrained(tmp_path / "adapter")
-    assert not is_patched(peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter"))
+    assert not is_patched(load(tmp_path))
     # Those of `save_rotary` may be the only ones.
     save_rotary(patch(plain(tmp_path), PLANES), tmp_path / "adapter")
     with pytest.raises(ValueError, match="contains rotations .*which has none: move them away"):
@@ -198,12 +207,12 @@ def test_an_adapter_of_another_folder_is_refused(has_digest, base, tmp_path):
     path = tmp_path / "adapter" / "rotary_config.json"
     if has_digest:
         with pytest.raises(ValueError, match=f"was not saved with {name} as it is now.*or delete rotary_config.json"):
-            peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter")
+            load(tmp_path)
         return
     content = json.loads(path.read_text())
     del content["beside"]
     path.write_text(json.dumps(content))
-    assert is_patched(peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter"))
+    assert is_patched(load(tmp_path))
 
 
 CLASSIFIERS = {
@@ -243,16 +252,16 @@ def test_load_peft_builds_the_class_that_was_adapted(name, tmp_path):
 
 def test_two_adapters_have_rotations_of_their_own_only_as_copies(base, tmp_path):
     model = adapted(base, modules_to_save=COPIES)
-    first = outputs(model, build("llama")[1])
+    first = logits(model)
     model.save_pretrained(tmp_path / "first")
     randomize(model)
-    second = outputs(model, build("llama")[1])
+    second = logits(model)
     model.save_pretrained(tmp_path / "second")
     both = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "first", adapter_name="first")
     both.load_adapter(tmp_path / "second", adapter_name="second")
     for name, expected in (("first", first), ("second", second)):
         both.set_adapter(name)
-        assert torch.equal(outputs(both.eval(), build("llama")[1])[0], expected[0]), name
+        assert torch.equal(logits(both.eval()), expected), name
     # Each is saved with its own, which `load_rotary` reads.
     both.save_pretrained(tmp_path / "both")
     for name in ("first", "second"):
@@ -261,13 +270,13 @@ def test_two_adapters_have_rotations_of_their_own_only_as_copies(base, tmp_path)
         assert all(torch.equal(again[key], stored[key]) for key in stored)
     # Without copies, both would rotate with the values that were read last.
     adapted(plain(tmp_path)).save_pretrained(tmp_path / "third")
-    shared = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "third")
+    shared = load(tmp_path, name="third")
     with torch.no_grad():
         for _, value in rotary_parameters(shared):
             value.add_(0.1)
     shared.save_pretrained(tmp_path / "fourth")
     with pytest.raises(ValueError, match="differ from those that this model's adapters share.*modules_to_save"):
-        peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "third").load_adapter(tmp_path / "fourth", "other")
+        load(tmp_path, name="third").load_adapter(tmp_path / "fourth", "other")
 
 
 def test_patched_inside_of_peft_is_patched_in_the_model(base, tmp_path):
@@ -275,17 +284,17 @@ def test_patched_inside_of_peft_is_patched_in_the_model(base, tmp_path):
     patch(model, PLANES)
     assert type(base).__name__ == "RotaryLlamaForCausalLM" and base.config.rotary_patch["target"] is None
     randomize(model)
-    expected = outputs(model.eval(), build("llama")[1])
+    expected = logits(model.eval())
     model.save_pretrained(tmp_path / "adapter")
     loaded = load_peft(tmp_path / "adapter", plain(tmp_path)).eval()
-    assert torch.equal(outputs(loaded, build("llama")[1])[0], expected[0])
+    assert torch.equal(logits(loaded), expected)
 
 
 def test_other_adapters_are_loaded_as_before(base, tmp_path):
     """Without rotations, and with the target modules that peft knows for the type of the model."""
     peft.get_peft_model(base, lora()).save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "rotary_config.json").exists()
-    assert not is_patched(peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter"))
+    assert not is_patched(load(tmp_path))
     known = peft.get_peft_model(plain(tmp_path), lora()).targeted_module_names
     assert peft.get_peft_model(patch(plain(tmp_path), PLANES), lora()).targeted_module_names == known != []
 
@@ -319,16 +328,11 @@ def test_trainer_resumes_rotations_and_lora(copies, base, tmp_path):
 
 def test_a_merged_model_is_a_patched_one(base, tmp_path):
     model = adapted(base, modules_to_save=COPIES)
-    expected = outputs(model, build("llama")[1])
+    expected = logits(model)
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     # Merged matrices round once more.
-    torch.testing.assert_close(outputs(merged, build("llama")[1])[0], expected[0], rtol=0, atol=1e-5)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(torch.arange(3, 17).view(2, 7)).logits
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
 
 
 def test_states_of_peft_name_the_rotations_that_they_leave_out(base, tmp_path, recwarn):
@@ -384,26 +388,3 @@ def test_mixed_batches(call, base, tmp_path):
         for sample, name in enumerate(("default", "other")):
             model.set_adapter(name)
             torch.testing.assert_close(mixed.logits[sample], logits(model)[sample], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("copies", [None, COPIES])
-def test_lora_of_diffusers(copies, tmp_path, recwarn):
-    """`save_lora_adapter` and pipelines name the rotations that they lose, and `load_lora_adapter` refuses to."""
-    pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
-    import diffusers
-    from diffusion_cases import build as build_diffusion
-
-    model, inputs = build_diffusion("FluxTransformer2DModel")
-    patch(model, PLANES)
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False, modules_to_save=copies))
-    randomize(model)
-    recwarn.clear()
-    model.save_lora_adapter(tmp_path)
-    assert any("leaves out the learned rotations" in str(one.message) for one in recwarn) == (copies is None)
-    state = peft.get_peft_model_state_dict(model)
-    diffusers.FluxPipeline.save_lora_weights(tmp_path / "pipeline", transformer_lora_layers=state)
-    if copies is None:
-        return
-    state = load_file(tmp_path / "pytorch_lora_weights.safetensors")
-    with pytest.raises(ValueError, match="has no place for the rotations"):
-        build_diffusion("FluxTransformer2DModel")[0].load_lora_adapter(state, prefix=None)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from patching_cases import randomize, same_bits
-from patching_checks import check_adapters, check_cached_steps, check_unpatched, close_to_start
-from rope_cases import FAMILIES, PLANES, blocks, build, check_relative, find_case, outputs
-from slow_cases import slow_except
+from patching_checks import check_cached_steps, close_to_start, refused
+from relative_positions import check_relative
+from rope_cases import FAMILIES, PLANES, blocks, build, find_case, outputs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -27,12 +27,7 @@ WITHOUT_BLOCKS = {
     "llama_dynamic": "rope_type='dynamic', which computes other frequencies for longer inputs, and blocks have fixed",
     "llama_longrope": "rope_type='longrope', which computes other frequencies for longer inputs, and blocks have fixed",
 }
-RUNS = [(name, kind) for name in FAMILIES for kind in CONFIGS if kind == "planes" or name not in WITHOUT_BLOCKS]
-# Memories have tokens without a position, dynamic frequencies follow from the largest one, and blocks of two axes
-# depend on more than differences.
-ABSOLUTE = {("sam2_video", "planes"), ("edgetam_video", "planes"), ("llama_dynamic", "planes")}
-ABSOLUTE |= {("sam3", "blocks"), ("mlcd", "blocks")}
-RELATIVE = [run for run in RUNS if run not in ABSOLUTE]
+WITH_BLOCKS = [name for name in FAMILIES if name not in WITHOUT_BLOCKS]
 
 
 def take_step(model, inputs):
@@ -48,45 +43,21 @@ def take_step(model, inputs):
     model.eval()
 
 
-@pytest.mark.parametrize("name, kind", RUNS)
-def test_start_training_and_unpatching(name, kind):
-    case, (model, inputs) = find_case(name), build(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    expected = outputs(model, inputs)
-    patch(model, CONFIGS[kind])
-    if kind == "planes":
-        assert same_bits(outputs(model, inputs), expected)
-        assert sum(len(value) for _, value in rotary_parameters(model)) == case.rotating_layers * len(case.towers)
-    close_to_start(outputs(model, inputs), expected)
-    take_step(model, inputs)
-    trained = outputs(model, inputs)
-    assert not same_bits(trained, expected)
-    if case.generates and name != "llama_dynamic":
-        # Dynamic frequencies change with every token; transformers' own caches contain keys of earlier ones.
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+def test_trained_blocks(name):
+    """They are relative on one axis, and in steps with a cache."""
+    if name not in ("sam3", "mlcd"):
+        check_relative(name, blocks())
+    if find_case(name).generates:
+        model, inputs = build(name)
+        take_step(patch(model, blocks()), inputs)
         check_cached_steps(model, inputs)
-    check_unpatched(model, inputs, before, expected)
-
-
-@pytest.mark.parametrize("kind", slow_except(("blocks",), CONFIGS))
-def test_adapters_in_a_fresh_process(kind, tmp_path):
-    models = {name: build(name) for name, found in RUNS if found == kind}
-    for model, inputs in models.values():
-        take_step(patch(model, CONFIGS[kind]), inputs)
-    check_adapters(models, tmp_path, "rope_cases")
-
-
-@pytest.mark.parametrize("name, kind", RELATIVE)
-def test_outputs_depend_on_differences_of_positions(name, kind):
-    check_relative(name, CONFIGS[kind])
 
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_BLOCKS if name in FAMILIES])
 def test_blocks_that_would_not_start_at_the_rotation(name):
-    model, inputs = build(name)
-    expected = outputs(model, inputs)
-    with pytest.raises(ValueError, match=WITHOUT_BLOCKS[name]):
+    with refused(model := build(name)[0], WITHOUT_BLOCKS[name]):
         patch(model, blocks())
-    assert same_bits(outputs(model, inputs), expected)
 
 
 def test_blocks_in_the_self_attention_of_sam2_video():

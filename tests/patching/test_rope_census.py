@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import census_page
 import pytest
 import rope_census
 import torch
@@ -16,12 +17,12 @@ RECORD = rope_census.read_record()
 
 
 def test_the_page_is_made_from_the_record():
-    assert rope_census.PAGE.read_text(encoding="utf-8") == rope_census.make_page(RECORD)
+    assert census_page.PAGE.read_text(encoding="utf-8") == census_page.make_page(RECORD)
 
 
 def test_what_was_run_starts_learns_and_generates_as_it_should():
     runs = {(row["type"], name): row.get(f"{name}_run", {}) for row in RECORD["rows"] for name in rope_census.CONFIGS}
-    assert not {key: faults for key, found in runs.items() if (faults := rope_census.find_faults(found))}
+    assert not {key: faults for key, found in runs.items() if (faults := census_page.find_faults(found))}
 
 
 # Linear attention beside gated attention; convolutions beside attention; layers that get no cos and sin from the model;
@@ -37,7 +38,7 @@ def test_small_models_of_a_sample(model_type):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     row = rope_census.examine(model_type)
     assert row["planes"] == "yes" and set(row["planes_run"]) >= {"start", "gradients"}
-    assert not rope_census.find_faults(row["planes_run"]) + rope_census.find_faults(row.get("blocks_run", {}))
+    assert not census_page.find_faults(row["planes_run"]) + census_page.find_faults(row.get("blocks_run", {}))
 
 
 class TestNoRotation:

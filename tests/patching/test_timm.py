@@ -1,6 +1,5 @@
 """Learned rotations in the vision transformers of timm, compared with timm itself."""
 
-import copy
 import math
 import re
 from dataclasses import replace
@@ -9,26 +8,17 @@ import pytest
 import timm
 import torch
 from checkout import ROOT
-from library_checks import check_gradients, check_start, gradients, normal, randomize
-from patching_checks import SHARED_CONFIG, check_adapters, unit_grid
-from peft import LoraConfig, PeftModel, get_peft_model
-from reference import head_rotation
-from renamed_weights import timm_weights
+from library_checks import find_starts, gradients, normal, randomize
+from patching_checks import SHARED_CONFIG, refused, unit_grid
+from reference import rotate_heads
 from timm.layers import set_fused_attn
-from timm.loss import LabelSmoothingCrossEntropy
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.utils import CheckpointSaver, ModelEmaV3
 from timm_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, naflex, run
 from torch import nn
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 
 from hf_liere import (
-    LieREViTConfig,
-    LieREViTForImageClassification,
     RotaryPatchConfig,
     complete_model,
-    is_patched,
     load_rotary,
     patch,
     rotary_parameters,
@@ -70,28 +60,6 @@ def start_error(case, config, inputs, training=False, **options):
     return (found[1] - found[0]).abs().max()
 
 
-@patched
-def test_start_gradients_and_unpatching(case, config):
-    """
-    Learned frequencies and rotations that start at zero leave the same bits, and blocks are within rounding; so are
-    the gradients of the weights, which proves that nothing between them changed.
-    """
-    start = check_start(run, case, config, is_exact=config is not BLOCKS)
-    model, inputs, before = start[:3]
-    if case.learned:
-        # Blocks take the place of the frequencies that the model learned.
-        assert start.plain.pop("rope.freqs").any() and "rope.freqs" not in start.learned
-    for gradient in check_gradients(start):
-        assert gradient.isfinite().all() and gradient.any(-1).all()
-    randomize(model)
-    assert (run(model, inputs) - before).abs().max() > 1e-3
-    unpatch(model)
-    assert type(model) is start.kind and not is_patched(model) and torch.equal(run(model, inputs), before)
-    assert list(model.state_dict()) == start.weights
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert not any("rotary" in name for name in model.no_weight_decay())
-
-
 @torch.no_grad()
 def test_every_encoding_starts_at_zero():
     model, inputs = VIT.build(), VIT.inputs()
@@ -106,24 +74,10 @@ def test_every_encoding_starts_at_zero():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@torch.no_grad()
 def test_table_of_the_page(case):
     """What it states of every class and rotation, computed."""
-    model, inputs = case.build(), case.inputs()
-    exact, blocks = ROWS[describe(model)]
-    found, before = {"exact": [], "close": []}, run(model, inputs)
-    for encoding in ("rope_mixed", "liere", "comrope_ld"):
-        config = replace(PLANES if case.rotates else ZEROS, position_encoding=encoding)
-        config = replace(config, block_size=None if encoding == "rope_mixed" else 4)
-        try:
-            error = (run(patch(model, config), inputs) - before).abs().max()
-        except ValueError as reason:
-            assert case.learned and re.search("rope.freqs|cannot start with these frequencies", str(reason))
-            continue
-        found["exact" if error == 0 else "close"].append(f"`{encoding}`")
-        assert error < 1e-5
-        unpatch(model)
-    assert (exact, blocks) == tuple(", ".join(found[kind]) or "–" for kind in ("exact", "close"))
+    config = PLANES if case.rotates else ZEROS
+    assert ROWS[describe(case.build())] == find_starts(run, case, config, ("rope_mixed", "liere", "comrope_ld"))
 
 
 def test_table_has_every_class_and_rotation():
@@ -201,60 +155,51 @@ def positions_by_loops(grids, kept, prefix, rotates_prefix):
     return torch.stack(rows)
 
 
+def observe(model):
+    """What later passes fill: queries and keys before they are rotated, weights of attention, and tokens of patches."""
+    seen, prefix = {}, model.num_prefix_tokens
+
+    def keep(key, read):
+        return lambda module, args, output=None: seen.__setitem__(key, read(args, output))
+
+    for layer, block in enumerate(model.blocks):
+        for part in "qk":
+            # Hooks that come first see the states before they are rotated.
+            getattr(block.attn, f"{part}_norm").register_forward_hook(keep((layer, part), lambda _, x: x.double()))
+        block.attn.attn_drop.register_forward_pre_hook(keep(layer, lambda args, _: args[0].double()))
+    for key, module in (("before", model.patch_drop or model.norm_pre), ("after", model.norm_pre)):
+        module.register_forward_pre_hook(keep(key, lambda args, _: args[0][:, prefix:]))
+    return seen
+
+
 @pytest.mark.parametrize("rotates_prefix", [True, False])
 @pytest.mark.parametrize("form", ["whole", "dropped", "several_sizes"])
 @torch.no_grad()
 def test_attention_weights_are_those_of_explicit_rotations(form, rotates_prefix):
-    case = NAFLEX if form == "several_sizes" else VIT
+    case, grids = (NAFLEX, [(3, 4), (2, 5), (3, 4)]) if form == "several_sizes" else (VIT, [(2, 5)] * 2)
     set_fused_attn(False)
     try:
         model = case.build(dynamic_img_size=True, qk_norm=True, patch_drop_rate=0.5) if case is VIT else case.build()
     finally:
         set_fused_attn(True)
-    config = replace(SHARED_CONFIG, rotate_prefix=rotates_prefix)
-    seen = {}
-    for layer, block in enumerate(model.blocks):
-        for part, norm in (("query", block.attn.q_norm), ("key", block.attn.k_norm)):
-            # Hooks that come first see the states before they are rotated.
-            hook = lambda module, args, output, key=(layer, part): seen.__setitem__(key, output.double())  # noqa: E731
-            norm.register_forward_hook(hook)
-        hook = lambda module, args, layer=layer: seen.__setitem__(layer, args[0].double())  # noqa: E731
-        block.attn.attn_drop.register_forward_pre_hook(hook)
-    prefix = model.num_prefix_tokens
-    if case is VIT:
-        model.patch_drop.register_forward_pre_hook(lambda module, args: seen.update(before=args[0][:, prefix:]))
-        model.norm_pre.register_forward_pre_hook(lambda module, args: seen.update(after=args[0][:, prefix:]))
-    randomize(patch(model, config))
-    grids = [(2, 5)] * 2 if case is VIT else [(3, 4), (2, 5), (3, 4)]
-    model.train(form == "dropped")
-    run(model, {"x": normal(2, 3, 32, 80)} if case is VIT else naflex(*grids))
-    if form == "several_sizes":
-        kept = [list(range(12))] * 3
-    else:
-        kept = torch.cdist(seen["after"], seen["before"]).argmin(-1).tolist()
-        assert all(len(set(indices)) == (5 if form == "dropped" else 10) for indices in kept)
+    seen, prefix = observe(model), model.num_prefix_tokens
+    randomize(patch(model, replace(SHARED_CONFIG, rotate_prefix=rotates_prefix)))
+    run(model.train(form == "dropped"), {"x": normal(2, 3, 32, 80)} if case is VIT else naflex(*grids))
+    kept = torch.cdist(seen["after"], seen["before"]).argmin(-1).tolist()
+    assert all(len(set(indices)) == {"dropped": 5}.get(form, len(indices)) for indices in kept)
     positions = positions_by_loops(grids, kept, prefix, rotates_prefix)
-    parameters = {name.rpartition(".")[2]: value for name, value in rotary_parameters(model)}
-    rotary_config = model.rotary_encoding.encoding.config
+    encoding, count = model.rotary_encoding.encoding, positions.shape[1]
+    # Padding attends and is attended to, as in timm, but not by the others.
+    valid = torch.tensor([[index < prefix + math.prod(grid) for index in range(count)] for grid in grids])
     for layer in range(2):
-        rotations = torch.stack(
-            [
-                torch.stack([head_rotation(p, parameters, rotary_config, 2, layer, head) for p in sample])
-                for sample in positions
-                for head in range(2)
-            ]
-        ).unflatten(0, (-1, 2))  # (B, H, N, D, D)
-        query, key = (torch.einsum("bhnij,bhnj->bhni", rotations, seen[layer, part]) for part in ("query", "key"))
-        logits = query @ key.transpose(-1, -2) / 4
-        if form == "several_sizes":
-            # Padding attends and is attended to, as in timm, but not by the others.
-            valid = torch.tensor([[index < prefix + math.prod(grid) for index in range(prefix + 12)] for grid in grids])
-            logits = logits.masked_fill(~valid[:, None, None], -math.inf)
-            weights = seen[layer].where(valid[:, None, :, None], logits.softmax(-1))
-        else:
-            weights = seen[layer]
+        query, key = (
+            rotate_heads(seen[layer, part], positions, dict(encoding.named_parameters()), encoding.config, layer)
+            for part in "qk"
+        )
+        logits = (query @ key.transpose(-1, -2) / 4).masked_fill(~valid[:, None, None], -math.inf)
+        found, expected = (x * valid[:, None, :, None] for x in (seen[layer], logits.softmax(-1)))
         # Rotations and attention of the model are float32.
-        torch.testing.assert_close(weights, logits.softmax(-1), rtol=0, atol=2e-6)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
 def test_chosen_layers_and_several_key_heads():
@@ -314,21 +259,6 @@ def test_compiled_model_is_one_graph(case, config):
         torch.testing.assert_close(found[f"_orig_mod.{name}"], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_adapters_in_a_fresh_process(tmp_path):
-    models = {}
-    for case, config in CONFIGS:
-        model, name = case.build(), f"{case.name}-{config.position_encoding}"
-        randomize(patch(model, config))
-        models[name] = model, case.inputs()
-    check_adapters(models, tmp_path, "timm_cases")
-    name = f"{VIT.name}-{ZEROS.position_encoding}"
-    with pytest.raises(ValueError, match="trained on other weights"):
-        load_rotary(VIT.build(seed=1), tmp_path / name)
-    with pytest.raises(ValueError, match="contains rotations for another model"):
-        load_rotary(DEIT.build(), tmp_path / name)
-
-
 @pytest.mark.parametrize("case", [VIT, DEIT, EVA, AXIAL], ids=["vit", "distilled", "eva", "naflex"])
 def test_cards_load_the_model_from_timm_and_commands_refuse_the_rotations(case, tmp_path, capsys):
     model = case.build()
@@ -339,26 +269,6 @@ def test_cards_load_the_model_from_timm_and_commands_refuse_the_rotations(case, 
     assert main(["rope", str(tmp_path / "rotations")]) == 1
     error = capsys.readouterr().err
     assert "load_rotary. That model is of timm" in error and "complete_model" not in error
-
-
-@pytest.mark.parametrize(
-    ("case", "config"), [(VIT, ZEROS), (AXIAL, PLANES), (DINO, BLOCKS)], ids=["vit", "naflex", "dino"]
-)
-def test_copies_files_and_states(case, config, tmp_path):
-    model, inputs = case.build(), case.inputs()
-    randomize(patch(model, config))
-    with torch.no_grad():
-        expected = run(model, inputs)
-        other = copy.deepcopy(model)
-        assert torch.equal(run(other, inputs), expected)
-        randomize(other)
-        assert torch.equal(run(model, inputs), expected) and not torch.equal(run(other, inputs), expected)
-        assert not torch.equal(run(unpatch(other), inputs), expected)
-        torch.save(model, tmp_path / "whole.pt")
-        assert torch.equal(run(torch.load(tmp_path / "whole.pt", weights_only=False), inputs), expected)
-        fresh = patch(case.build(seed=1), config)
-        assert not fresh.load_state_dict(model.state_dict()).missing_keys
-        assert torch.equal(run(fresh, inputs), expected)
 
 
 @pytest.mark.parametrize(("case", "config"), [(VIT, ZEROS), (DINO, PLANES)], ids=["vit", "dino"])
@@ -382,31 +292,6 @@ def test_methods_of_models(case, config):
     assert not torch.equal(model.forward_features(images, attn_mask=mask), features)
     model.set_input_size((64, 80))
     assert model(normal(1, 3, 64, 80)).shape == (1, 3)
-
-
-def test_half_types_and_autocast():
-    for case, config in ((VIT, ZEROS), (DINO, PLANES), (AXIAL, PLANES)):
-        model, inputs = case.build(), case.inputs()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            before = run(model, inputs)
-            assert torch.equal(run(patch(model, config), inputs), before)
-
-
-def test_lora_beside_the_rotations(tmp_path):
-    """peft trains and saves both, and restores them into the plain model in a fresh process."""
-    model, inputs = patch(VIT.build(), ZEROS), VIT.inputs()
-    lora = LoraConfig(r=2, target_modules=["qkv"], modules_to_save=["rotary_encoding"], init_lora_weights=False)
-    adapted = get_peft_model(model, lora)
-    optimizer = torch.optim.SGD((value for value in adapted.parameters() if value.requires_grad), lr=0.5)
-    before = run(adapted, inputs)
-    before.square().mean().backward()
-    assert all(value.grad.any() for _, value in rotary_parameters(adapted))
-    optimizer.step()
-    with torch.no_grad():
-        expected = run(adapted.eval(), inputs)
-        adapted.save_pretrained(tmp_path / "adapter")
-        restored = PeftModel.from_pretrained(VIT.build(), tmp_path / "adapter").eval()
-        assert torch.equal(run(restored, inputs), expected) and not torch.equal(expected, before)
 
 
 def test_a_vision_transformer_inside_a_model():
@@ -502,11 +387,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name):
     build, config, reason = REFUSED[name]
-    model = build()
-    before = set(vars(model)), is_patched(model)
-    with pytest.raises(ValueError, match=reason):
+    with refused(model := build(), reason):
         patch(model, config)
-    assert (set(vars(model)), is_patched(model)) == before
     with pytest.raises(ValueError, match="is not a class that transformers exports|is not patched"):
         complete_model(model)
 
@@ -519,100 +401,3 @@ def test_parts_that_run_outside_of_the_model():
     model.blocks[0].attn.q_norm = nn.Identity()
     with pytest.raises(RuntimeError, match="q_norm or k_norm of Attention was replaced"):
         run(model, VIT.inputs())
-
-
-def create(name="liere_vit_tiny_patch16_224", **options):
-    import hf_liere.timm_models  # noqa: F401
-
-    return timm.create_model(name, **{"num_classes": 3, "img_size": 32, "in_chans": 1, "depth": 2, **options})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["comrope_ld", "rope_mixed"])
-def test_muon_leaves_rotations_that_are_named_to_adamw(encoding):
-    """As on the page, with the shapes of ViT-S, of which Muon would take some."""
-    taken = {}
-    for fallback in ((), ("*rotary_encoding*",)):
-        shape = {"embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 0.25, "num_classes": 5}
-        model = timm.models.VisionTransformer(img_size=32, patch_size=8, **shape)
-        patch(model, RotaryPatchConfig(position_encoding=encoding))
-        # Orthogonalising all weights takes a minute.
-        model.blocks[1:].requires_grad_(False)
-        optimizer = create_optimizer_v2(model, opt="muon", lr=1e-3, weight_decay=0.05, fallback_list=fallback)
-        model(torch.randn(2, 3, 32, 32)).square().mean().backward()
-        optimizer.step()
-        taken[fallback] = [name for name, value in rotary_parameters(model) if optimizer.state[value].get("use_muon")]
-        assert optimizer.state[model.blocks[0].attn.qkv.weight]["use_muon"]
-    assert taken[("*rotary_encoding*",)] == []
-    assert taken[()] or encoding != "comrope_ld"
-
-
-def test_training_by_the_parts_of_timms_script(tmp_path):
-    """A model by its registered name: optimizer, schedule, average of weights and checkpoint of timm."""
-    torch.manual_seed(0)
-    model = create(drop_path_rate=0.1, patch_drop_rate=0.25, position_encoding="comrope_ld", block_size=8)
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75)
-    decays = {id(value): group["weight_decay"] for group in optimizer.param_groups for value in group["params"]}
-    assert {decays[id(value)] for _, value in rotary_parameters(model)} == {0.0} < set(decays.values())
-    scheduler, epochs = create_scheduler_v2(optimizer, sched="cosine", num_epochs=4, warmup_epochs=1)
-    average, criterion = ModelEmaV3(model, decay=0.5), LabelSmoothingCrossEntropy(0.1)
-    before, losses = {name: value.clone() for name, value in rotary_parameters(model)}, []
-    labels = torch.tensor([0, 1, 2]).repeat(4)
-    images = normal(12, 1, 32, 32) + labels.view(-1, 1, 1, 1) - 1
-    for epoch in range(epochs):
-        scheduler.step(epoch)
-        loss = criterion(model.train()(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        average.update(model, step=epoch)
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert all(not torch.equal(value, before[name]) for name, value in rotary_parameters(model))
-    folders = {"checkpoint_dir": str(tmp_path), "recovery_dir": str(tmp_path)}
-    CheckpointSaver(model, optimizer, model_ema=average, **folders).save_checkpoint(0, metric=1.0)
-    options = {"position_encoding": "comrope_ld", "block_size": 8, "checkpoint_path": str(tmp_path / "last.pth.tar")}
-    with torch.no_grad():
-        # timm prefers the average.
-        expected = average.module.eval()(images)
-        assert torch.equal(create(**options).eval()(images), expected)
-        assert not torch.equal(expected, model.eval()(images))
-
-
-@pytest.mark.parametrize("encoding", ["liere", "comrope_ld", "rope_mixed"])
-@torch.no_grad()
-def test_registered_models_are_ours(encoding):
-    """The same weights in `LieREViTForImageClassification` give the same logits."""
-    torch.manual_seed(0)
-    model = create(dynamic_img_size=True, position_encoding=encoding).eval()
-    fields = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 768}
-    fields |= {"num_channels": 1, "image_size": 32, "num_labels": 3, "layer_norm_eps": 1e-6}
-    ours = LieREViTForImageClassification(LieREViTConfig(**fields, position_encoding=encoding)).eval()
-    rotations = model.rotary_encoding.encoding.named_parameters()
-    rotations = {f"liere.rotary_encoding.{name}": value for name, value in rotations}
-    ours.load_state_dict(timm_weights(model) | rotations)
-    for size in ((32, 32), (48, 16)):
-        images = normal(2, 1, *size)
-        # Queries and keys are one product in timm and two here.
-        torch.testing.assert_close(ours(images).logits, model(images), rtol=0, atol=1e-5)
-
-
-def test_registered_models_take_timms_arguments():
-    sizes = ("tiny", "small", "base", "large")
-    model = create()
-    assert set(timm.list_models("liere_vit_*")) == {f"liere_vit_{size}_patch16_224" for size in sizes}
-    assert model.default_cfg["architecture"] == "liere_vit_tiny_patch16_224"
-    assert model.pos_embed is None and model.get_classifier().out_features == 3
-    model.reset_classifier(0)
-    assert model(normal(1, 1, 32, 32)).shape == (1, 192)
-    features = create(features_only=True, out_indices=[1], position_encoding="rope_mixed")
-    assert is_patched(features) and features(normal(1, 1, 32, 32))[0].shape == (1, 192, 2, 2)
-    refused = {
-        "accepted are liere": {"position_encoding": "other"},
-        "nothing to start": {"rotary_init": "pretrained"},
-    }
-    for reason, options in refused.items():
-        with pytest.raises(ValueError, match=reason):
-            create(**options)
-    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
-        create(pretrained=True)

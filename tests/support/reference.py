@@ -38,6 +38,14 @@ def head_rotation(position, parameters, config, num_axes, layer, head):
     return rotations(matrices, position.cpu().view(1, -1), config.position_encoding)[0]
 
 
+def rotate_heads(states, positions, parameters, config, layer):
+    """R(p) q of (B, H, N, D) queries or keys of a layer, at (B, N, A) positions."""
+    heads, axes = range(states.shape[1]), positions.shape[-1]
+    matrices = [generators(parameters, config, axes, layer, head) for head in heads]
+    turns = [torch.stack([rotations(of_head, p, config.position_encoding) for of_head in matrices]) for p in positions]
+    return rotate(states, torch.stack(turns))
+
+
 def exponential(matrices):
     """
     exp(X) of skew-symmetric float64 matrices (…, n, n) from the eigenvalues of the Hermitian iX, with its exact
