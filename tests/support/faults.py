@@ -151,7 +151,7 @@ FAULTS = tuple(
             "RopePlanes",
             "angles.sin()], dim=-1) * factor)",
             "angles.sin()], dim=-1))",
-            "properties/test_patches.py::test_gradients_and_unpatching[rotating llama_yarn, planes]",
+            "properties/test_starts.py::test_patches_start_at_their_model[rotating llama_yarn, planes]",
         ),
         (
             "turn_further",
