@@ -37,7 +37,7 @@ html_static_path = ["_static"]
 highlight_language = "none"
 pygments_dark_style = "monokai"
 html_css_files = ["site.css"]
-html_js_files = ["search_table.js"]
+html_js_files = ["tables.js"]
 html_copy_source = False
 html_math_renderer = "mathml"
 
