@@ -49,3 +49,13 @@ def write_series(folder, volume, orientation=(1, 0, 0, 0, 1, 0), gaps=None):
         pydicom.dcmwrite(folder / f"{len(volume) - number}.dcm", data, enforce_file_format=True)
     (folder / "._1.dcm").write_bytes(b"left behind")
     return folder
+
+
+def cut_frames(source, target):
+    """A video whose index is whole but whose frames from the third on are overwritten."""
+    with av.open(str(source)) as container:
+        packets = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    data = bytearray(source.read_bytes())
+    for position, size in packets[2:]:
+        data[position : position + size] = bytes(size)
+    target.write_bytes(data)

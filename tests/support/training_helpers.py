@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import torch
 import transformers
 from checkout import ROOT, SUPPORT
@@ -37,6 +38,18 @@ def write_parquet(path: Path, count: int, num_labels: int = 3, seed: int = 0, si
         features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}),
     )
     table.to_parquet(path)
+    return str(path)
+
+
+def write_points(path: Path, count: int, seed: int = 0, per_token: bool = True) -> str:
+    """Points on a line with one feature; above the middle, tokens or samples are of the class `upper`."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 9, count)
+    columns = {"x": [rng.uniform(-2, 2, length).tolist() for length in lengths]}
+    columns["height"] = [[[value, 1.0] for value in rng.standard_normal(length).tolist()] for length in lengths]
+    names = [["upper" if value > 0 else "lower" for value in xs] for xs in columns["x"]]
+    columns["part"] = names if per_token else [sample[0] for sample in names]
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
     return str(path)
 
 

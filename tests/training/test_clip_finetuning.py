@@ -12,7 +12,7 @@ from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measu
 from fresh_process import run_warm
 from patching_cases import CASES, IMAGE, ROTATING, VIT_B
 from safetensors.torch import load_file, save_file
-from training_helpers import assert_same_weights, run_script_twice, small_clip, write_parquet
+from training_helpers import small_clip, write_parquet
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
@@ -153,42 +153,6 @@ def test_learning_rates_of_rotations_and_classifier(clip_folder, data, tmp_path)
     assert rotary[generators].abs().max() > 0 == head[generators].abs().max()
 
 
-@pytest.mark.parametrize(
-    "family, trainable",
-    [
-        pytest.param("vit", "all", marks=pytest.mark.slow),
-        pytest.param("clip", "lora+rotary", marks=pytest.mark.slow),
-        pytest.param("clip", "all", marks=pytest.mark.slow),
-        pytest.param("vit", "lora+rotary", marks=pytest.mark.slow),
-    ],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(family, trainable, clip_folder, data, tmp_path):
-    """transformers saves ViT under older names, which Trainer by itself does not find again."""
-    checkpoint = clip_folder
-    if family == "vit":
-        checkpoint = str(tmp_path / "vit")
-        CASES["vit"].build().save_pretrained(checkpoint)
-    flags = ["--trainable", trainable, "--max_steps", 4, "--save_steps", 2, "--flip_probability", 0.5]
-    expected = train(tmp_path / "whole", checkpoint, data, *flags)
-    # As killed in the middle of the second model.
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    for name in ("resolutions.json", "model.safetensors", "checkpoint-4", "rotary", "lora"):
-        path = tmp_path / "killed" / "unpatched" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    found = train(tmp_path / "killed", checkpoint, data, *flags, "--resume_from_checkpoint", "last")
-    assert found == expected
-    # And of the first.
-    shutil.rmtree(tmp_path / "killed" / "unpatched")
-    (tmp_path / "killed" / "patched" / "resolutions.json").unlink()
-    shutil.rmtree(tmp_path / "killed" / "patched" / "checkpoint-4")
-    assert train(tmp_path / "killed", checkpoint, data, *flags, "--resume_from_checkpoint", "last") == expected
-    for name in ("patched", "unpatched"):
-        first, second = (
-            load_file(tmp_path / run / name / "checkpoint-4/model.safetensors") for run in ("whole", "killed")
-        )
-        assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-
-
 def test_checkpoint_without_a_weight_is_not_resumed(whole, clip_folder, data, tmp_path):
     shutil.copytree(whole[0] / "patched" / "checkpoint-1", tmp_path / "patched" / "checkpoint-1")
     path = tmp_path / "patched" / "checkpoint-1" / "model.safetensors"
@@ -236,17 +200,6 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "patched")
     assert type(model).__name__ == "RotarySiglipForImageClassification"
     assert accuracies(results)["patched", 16] == measured_again(model, data, 16)
-
-
-@pytest.mark.slow
-def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):
-    flags = ["--output_dir", tmp_path, "--model_name_or_path", clip_folder, *data, *TINY_RUN, *WHOLE]
-    flags += ["--per_device_eval_batch_size", 4]
-    run_script_twice(SCRIPT, *flags)
-    for name in ("patched", "unpatched"):
-        assert json.loads((tmp_path / name / "environment.json").read_text())["world_size"] == 2
-        # Means of two halves in float32 instead of one mean.
-        assert_same_weights(whole[0] / name, tmp_path / name, 1e-6)
 
 
 @pytest.mark.parametrize(

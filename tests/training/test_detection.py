@@ -11,7 +11,6 @@ from slow_cases import slow_except
 from training_helpers import (
     TINY_MODEL,
     TINY_RUN,
-    assert_same_weights,
     run_script_twice,
     train,
     weights,
@@ -133,15 +132,6 @@ def test_average_precision_of_known_detections(shapes):
         metrics = CocoMetrics(source)(results)
         assert metrics["map"] == pytest.approx(expected, abs=1e-6) and metrics["map_50"] == pytest.approx(expected)
     assert "map_large" not in metrics
-
-
-@pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(shapes, tmp_path):
-    flags = ["--shapes_folder", shapes, "--do_train", "--num_train_epochs", 2, "--save_steps", 1]
-    flags += ["--max_train_samples", 16, "--max_eval_samples", 13]
-    run(tmp_path / "whole", *flags)
-    run(tmp_path / "rest", *flags, "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-1")
-    assert_same_weights(tmp_path / "whole", tmp_path / "rest")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import datasets
 import numpy as np
@@ -14,7 +13,6 @@ from fresh_process import run_warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from training_helpers import run_script_twice
 
 from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
 from training.data.augmentation import IGNORED_LABEL, PADDING
@@ -291,28 +289,6 @@ def test_bfloat16_trains_float32_weights(flags, llama, data, tmp_path):
     assert rounded["eval_64_perplexity"] != exact["eval_64_perplexity"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "trainable, flags", [("lora+rotary", BLOCKS), ("all", PLANES), ("all", BLOCKS), ("rotary", BLOCKS)]
-)
-def test_two_processes_train_the_model_of_one(trainable, flags, llama, data, tmp_path):
-    # Adam divides by gradients that are zero but for rounding.
-    flags = ["--model_name_or_path", llama[0], *flags, "--trainable", trainable, "--save_steps", 2]
-    flags += ["--optim", "sgd", "--learning_rate", 0.1, "--seed", 3]
-    one = train(tmp_path / "one", data, *flags, "--total_train_batch_size", 4)
-    place = [index for index, flag in enumerate(TINY_RUN) if flag == "--per_device_train_batch_size"][0]
-    tiny = [*TINY_RUN[:place], *TINY_RUN[place + 2 :], "--total_train_batch_size", 4]
-    run_script_twice(SCRIPT, "--output_dir", tmp_path / "two", *data, *tiny, *flags)
-    first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("one", "two"))
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        # Means of two halves in float32 instead of one mean.
-        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-6, msg=name)
-    two = json.loads((tmp_path / "two" / "all_results.json").read_text())
-    for name in ("eval_perplexity", "eval_32_perplexity", "eval_64_perplexity_low"):
-        assert two[name] == pytest.approx(one[name], rel=1e-5)
-
-
 def test_data_sets_of_the_hub_are_read_by_their_name(llama, tmp_path):
     """A folder is laid out as a repository, and is given by its name in its place."""
     for split, count in (("train", 12), ("validation", 5)):
@@ -327,18 +303,6 @@ def test_data_sets_of_the_hub_are_read_by_their_name(llama, tmp_path):
     assert found["eval_64_perplexity"] == expected["eval_64_perplexity"]
     first, second = (load_file(tmp_path / run / "model.safetensors") for run in ("files", "name"))
     assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.parametrize("trainable", [pytest.param("all", marks=pytest.mark.slow), "lora+rotary"])
-def test_a_resumed_run_equals_an_uninterrupted_one(trainable, llama, data, tmp_path):
-    flags = ["--model_name_or_path", llama[0], *PLANES, "--trainable", trainable, "--max_steps", 4, "--save_steps", 2]
-    expected = train(tmp_path / "whole", data, *flags)
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "killed" / "checkpoint-2")
-    found = train(tmp_path / "killed", data, *flags, "--resume_from_checkpoint", "last")
-    first, second = (load_file(tmp_path / run / "checkpoint-4/model.safetensors") for run in ("whole", "killed"))
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-    assert any("log_factors" in name and value.any() for name, value in first.items())
-    assert found["eval_64_perplexity"] == expected["eval_64_perplexity"]
 
 
 CHECKPOINT = "CHECKPOINT"

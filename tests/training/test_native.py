@@ -11,7 +11,7 @@ from checkout import ROOT
 from pages import TRAINING, commands
 from PIL import Image
 from safetensors.numpy import load_file
-from training_helpers import TINY_RUN, assert_same_weights, main, train, train_with_torchrun
+from training_helpers import TINY_RUN, assert_same_weights, main, train
 from transformers import AutoImageProcessor, AutoModelForImageClassification, Siglip2ImageProcessor, pipeline
 
 import hf_liere
@@ -150,21 +150,6 @@ def test_folded_rotations_of_one_grid_are_computed_for_the_others(run, files, tm
 
 
 @pytest.mark.parametrize(
-    "encoding",
-    [pytest.param("absolute", marks=pytest.mark.slow), "liere", pytest.param("comrope_ld", marks=pytest.mark.slow)],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(encoding, files, tmp_path):
-    flags = [*files, *NATIVE, "--position_encoding", encoding, "--flip_probability", 0.5, "--random_resized_crop"]
-    flags += ["--save_strategy", "steps", "--save_steps", 1, "--num_train_epochs", 1]
-    # A schedule that does not depend on where the first half ends.
-    flags += ["--lr_scheduler_type", "constant"]
-    train(tmp_path / "whole", *flags)
-    train(tmp_path / "halves", *flags, "--max_steps", 1)
-    train(tmp_path / "halves", *flags, "--resume_from_checkpoint", "last")
-    assert_same_weights(tmp_path / "whole", tmp_path / "halves")
-
-
-@pytest.mark.parametrize(
     "flags",
     [
         pytest.param(["--gradient_checkpointing", "true"], marks=pytest.mark.slow),
@@ -191,18 +176,6 @@ def test_patches_are_dropped_in_training_only(files, tmp_path):
     first, second = (json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("0.0", "0.5"))
     assert first["eval_loss"] == pytest.approx(second["eval_loss"], abs=1e-6)
     assert abs(first["train_loss"] - second["train_loss"]) > 1e-5
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(files, tmp_path):
-    """Twelve images in batches of 8: four of the second step are padding, which holds no image."""
-    flags = [*files, *NATIVE, "--do_eval", "--learning_rate", 1e-4, "--total_train_batch_size", 8]
-    flags += ["--per_device_eval_batch_size", 5, "--num_train_epochs", 1]
-    train(tmp_path / "one", *flags)
-    train_with_torchrun(tmp_path / "two", *flags)
-    assert_same_weights(tmp_path / "one", tmp_path / "two", 1e-6)
-    losses = [json.loads((tmp_path / name / "eval_results.json").read_text())["eval_loss"] for name in ("one", "two")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 def test_what_holds_no_image_is_one_patch_that_is_not_learnt():

@@ -49,30 +49,6 @@ def run_once(folder, train_file, uneven_file, runner):
     return folder
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one(one_process, train_file, uneven_file, tmp_path):
-    """The last batch of an epoch, 8 of 40 images, is one process's alone: only exact weighting gives equal weights."""
-    run_once(tmp_path, train_file, uneven_file, runner=train_with_torchrun)
-    environment = json.loads((tmp_path / "environment.json").read_text())
-    assert (environment["world_size"], environment["distributed_type"]) == (2, "MULTI_CPU")
-    assert steps_of(tmp_path) == steps_of(one_process) == 6
-    assert_same_weights(one_process, tmp_path, 1e-6)
-    logs = [
-        [
-            entry["loss"]
-            for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"]
-            if "loss" in entry
-        ]
-        for folder in (one_process, tmp_path)
-    ]
-    assert logs[0] == pytest.approx(logs[1], abs=2e-6)
-    results = [json.loads((folder / "eval_results.json").read_text()) for folder in (one_process, tmp_path)]
-    for name in ("eval_accuracy", "eval_samples"):
-        assert results[0][name] == results[1][name]
-    for name in ("eval_loss", "eval_loss_low", "eval_loss_high"):
-        assert results[0][name] == pytest.approx(results[1][name], abs=1e-6)
-
-
 def steps_of(folder):
     return json.loads((folder / "trainer_state.json").read_text())["global_step"]
 
@@ -131,75 +107,6 @@ def test_the_evaluation_of_uneven_batches_is_exact(one_process, uneven_file):
     result = json.loads((one_process / "eval_results.json").read_text())
     assert result["eval_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-6)
     assert result["eval_accuracy"] == (logits.argmax(1) == labels).double().mean().item()
-
-
-STOCHASTIC = ["--drop_path_rate", 0.2, "--hidden_dropout_prob", 0.1, "--position_perturbation", 0.5]
-STOCHASTIC += ["--position_rescale", 2, "--position_shift", 0.1, "--patch_dropout_prob", 0.25]
-STOCHASTIC += ["--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_ops", 1, "--mixup_alpha", 0.8]
-STOCHASTIC += ["--cutmix_alpha", 1.0, "--num_train_epochs", 3]
-
-
-@pytest.mark.parametrize(
-    "step, workers",
-    [
-        pytest.param(3, 0, marks=pytest.mark.slow),
-        pytest.param(5, 0, marks=pytest.mark.slow),
-        pytest.param(8, 0, marks=pytest.mark.slow),
-        (8, 2),
-    ],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(step, workers, whole_runs, train_file, tmp_path):
-    """Five steps an epoch: step 3 and 8 lie within an epoch, 5 at its end. Bit-equal, optimizer included."""
-    whole = whole_runs[workers]
-    checkpoint = whole / f"checkpoint-{step}"
-    train(tmp_path, *build_flags(workers, train_file), "--save_steps", 15, "--resume_from_checkpoint", checkpoint)
-    assert_same_weights(whole, tmp_path)
-    states = [torch.load(folder / "checkpoint-15" / "optimizer.pt")["state"] for folder in (whole, tmp_path)]
-    for left, right in zip(states[0].values(), states[1].values(), strict=True):
-        assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def build_flags(workers, train_file):
-    flags = ["--train_files", train_file, *STOCHASTIC, "--dataloader_num_workers", workers]
-    return flags + (["--dataloader_persistent_workers", "true"] if workers else [])
-
-
-@pytest.fixture(scope="module")
-def whole_runs(train_file, tmp_path_factory):
-    runs = {}
-    for workers in (0, 2):
-        runs[workers] = tmp_path_factory.mktemp(f"workers{workers}")
-        train(runs[workers], *build_flags(workers, train_file), "--save_steps", 1)
-    return runs
-
-
-@pytest.mark.slow
-def test_workers_do_not_change_a_run(whole_runs):
-    assert_same_weights(whole_runs[0], whole_runs[2])
-
-
-@pytest.mark.slow
-def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_file, tmp_path):
-    """A run that dies in its second epoch leaves checkpoints; `last` goes on from the newest."""
-    from training.engine.trainer import ClassificationTrainer
-
-    genuine = ClassificationTrainer.training_step
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-
-        def interrupted(trainer, *args, **kwargs):
-            if trainer.state.global_step == 7:
-                raise KeyboardInterrupt
-            return genuine(trainer, *args, **kwargs)
-
-        patch.setattr(ClassificationTrainer, "training_step", interrupted)
-        train(tmp_path, *build_flags(0, train_file), "--save_steps", 2)
-    assert not (tmp_path / "model.safetensors").exists()
-    with pytest.raises(ValueError, match="contains another run"):
-        train(tmp_path, *build_flags(0, train_file))
-    train(tmp_path, *build_flags(0, train_file), "--save_steps", 2, "--resume_from_checkpoint", "last")
-    assert_same_weights(whole_runs[0], tmp_path)
-    train(tmp_path, *build_flags(0, train_file), "--overwrite_output_dir", "--max_steps", 1)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_a_fresh_process_classifies_with_the_saved_folder(one_process, tmp_path):

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from training_helpers import assert_same_weights, main, train, train_with_torchrun, write_parquet
+from training_helpers import main, train, train_with_torchrun, write_parquet
 
 from training.common.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
 from training.data.augmentation import Augmentation
@@ -113,23 +113,11 @@ def test_workers_share_the_steps(shards):
 
 
 @pytest.mark.slow
-def test_a_streamed_run_is_evaluated_and_resumes(shards, validation, tmp_path):
-    flags = [
-        *build_flags(shards, validation),
-        "--do_eval",
-        "--num_train_epochs",
-        2,
-        "--save_steps",
-        5,
-        "--crop_padding",
-        2,
-    ]
+def test_a_streamed_run_is_evaluated_as_another(shards, validation, tmp_path):
+    flags = [*build_flags(shards, validation), "--do_eval", "--num_train_epochs", 2, "--crop_padding", 2]
     metrics = train(tmp_path / "whole", *flags)
     assert metrics["eval_samples"] == 13
     assert json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["global_step"] == 14
-    checkpoint = tmp_path / "whole" / "checkpoint-10"
-    train(tmp_path / "rest", *flags, "--resume_from_checkpoint", checkpoint)
-    assert_same_weights(tmp_path / "whole", tmp_path / "rest")
     plain = ["--model_name_or_path", str(tmp_path / "whole"), "--validation_files", validation, "--do_eval"]
     plain += ["--use_cpu", "true", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "plain")]
     assert main(plain)["eval_loss"] == metrics["eval_loss"]

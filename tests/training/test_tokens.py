@@ -10,10 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from checkout import ROOT
 from matplotlib.path import Path as Outline
 from safetensors.numpy import load_file
-from training_helpers import assert_same_weights, run_script_twice
+from training_helpers import write_points
 
 from hf_liere import LieRETokensForSequenceClassification, LieRETokensForTokenClassification
 from hf_liere.errors import InputError
@@ -45,18 +44,6 @@ def run(folder, *flags):
 def load(*parts, seed=0, **arguments):
     kind = with_task(TokenDataArguments, arguments.get("dataset_name"))
     return load_tokens(kind(**arguments), parts or ("training",), seed)
-
-
-def write_points(path, count, seed=0, per_token=True):
-    """Points on a line with one feature; above the middle, tokens or samples are of the class `upper`."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, 9, count)
-    columns = {"x": [rng.uniform(-2, 2, length).tolist() for length in lengths]}
-    columns["height"] = [[[value, 1.0] for value in rng.standard_normal(length).tolist()] for length in lengths]
-    names = [["upper" if value > 0 else "lower" for value in xs] for xs in columns["x"]]
-    columns["part"] = names if per_token else [sample[0] for sample in names]
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    return str(path)
 
 
 OF_POINTS = {"feature_columns": ["height"], "position_columns": ["x"], "label_column": "part"}
@@ -227,26 +214,6 @@ def test_positions_are_learned_from(tmp_path):
         for encoding, more in (("none", []), ("absolute", ["--position_table_size", "[9]"]))
     }
     assert accuracy["none"] < 0.65 and accuracy["absolute"] > 0.9
-
-
-@pytest.mark.slow
-def test_several_processes_and_a_resumed_run_make_the_same_weights(tmp_path):
-    """Nine samples in batches of four leave places without an example; a resumed run skips none."""
-    train = write_points(tmp_path / "train.parquet", 9)
-    given = [*TINY, "--do_train", "--train_files", train, *FLAGS_OF_POINTS, "--save_strategy", "epoch"]
-    given = [flag for flag in given if flag not in ("--per_device_train_batch_size", "4")]
-    given += ["--total_train_batch_size", "4", "--num_train_epochs", "2"]
-    token_classification.main(["--output_dir", str(tmp_path / "one"), *given])
-    run_script_twice(ROOT / "training" / "token_classification.py", "--output_dir", tmp_path / "two", *given)
-    # Sums in another order.
-    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-5)
-    checkpoint = min((tmp_path / "one").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-    checkpoint.rename(tmp_path / checkpoint.name)
-    (tmp_path / "resumed").mkdir()
-    (tmp_path / checkpoint.name).rename(tmp_path / "resumed" / checkpoint.name)
-    resumed = ["--output_dir", str(tmp_path / "resumed"), *given, "--resume_from_checkpoint", "last"]
-    token_classification.main(resumed)
-    assert_same_weights(tmp_path / "one", tmp_path / "resumed")
 
 
 def write(path, **columns):

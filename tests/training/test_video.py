@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from checkout import ROOT
+from clip_files import cut_frames
 from fresh_process import run_warm
 from PIL import Image
-from training_helpers import TINY_MODEL, TINY_RUN, assert_same_weights, train_with_torchrun
+from training_helpers import TINY_MODEL, TINY_RUN
 
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
@@ -65,16 +66,6 @@ def broken(shapes, tmp_path_factory):
         whole = sorted((folder / split).glob("*/0*.mp4"))[0]
         cut_frames(whole, folder / split / "down" / "cut.mp4")
     return folder
-
-
-def cut_frames(source, target):
-    """A video whose index is whole but whose frames from the third on are overwritten."""
-    with av.open(str(source)) as container:
-        packets = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
-    data = bytearray(source.read_bytes())
-    for position, size in packets[2:]:
-        data[position : position + size] = bytes(size)
-    target.write_bytes(data)
 
 
 def test_frames_of_a_video_are_the_ones_asked_for(tmp_path):
@@ -271,30 +262,6 @@ def test_a_corrupt_file_is_named_and_ends_no_run(broken, tmp_path, caplog):
     # The cut file announces all its frames, so that only decoding finds out; the others are never counted.
     assert metrics["eval_samples"] == 14 and metrics["eval_unreadable"] == 1
     assert metrics["eval_accuracy"] * 13 == pytest.approx(round(metrics["eval_accuracy"] * 13))
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one_with_a_corrupt_file(broken, tmp_path):
-    flags = ["--video_folder", broken, "--do_eval", "--learning_rate", 1e-4, "--logging_steps", 1]
-    flags += ["--total_train_batch_size", 8, "--per_device_eval_batch_size", 4, "--num_train_epochs", 2]
-    run(tmp_path / "one", *flags, "--do_train")
-    train_with_torchrun(tmp_path / "two", *flags, "--num_frames", "4", "--patch_size", "8", script=SCRIPT)
-    assert json.loads((tmp_path / "two" / "environment.json").read_text())["world_size"] == 2
-    # Sums in another order in float32, over eight steps of Adam.
-    assert_same_weights(tmp_path / "one", tmp_path / "two", 1e-6)
-    results = [json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("one", "two")]
-    assert results[0]["eval_unreadable"] == results[1]["eval_unreadable"] == 1
-    assert results[0]["eval_accuracy"] == results[1]["eval_accuracy"]
-    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], abs=1e-6)
-
-
-@pytest.mark.parametrize("stride", [pytest.param(None, marks=pytest.mark.slow), 2])
-def test_a_resumed_run_equals_an_uninterrupted_one(stride, shapes, tmp_path):
-    flags = ["--video_folder", shapes, "--do_train", "--num_train_epochs", 2, "--save_steps", 2, "--mixup_alpha", 0.8]
-    flags += ["--random_resized_crop", "--rand_augment_ops", 1, *(["--frame_stride", stride] if stride else [])]
-    run(tmp_path / "whole", *flags)
-    run(tmp_path / "rest", *flags, "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-2")
-    assert_same_weights(tmp_path / "whole", tmp_path / "rest")
 
 
 def test_frames_of_a_clip_are_augmented_alike():

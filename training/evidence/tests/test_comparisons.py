@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 from checkout import ROOT
-from report_lines import cells_of, line, reported, seeded
+from report_lines import cells_of, line, reported, seeded, two_modes
 from scipy import stats
 
 from training.common.chance import chance_of
@@ -75,26 +75,16 @@ def test_what_is_tested_twice_is_counted_once_and_baselines_at_chance_are_left_o
     for result in (result for cells in table.values() for cell in cells.values() for result in cell.results):
         result["metrics"]["eval_loss"] = 1 - result["metrics"]["eval_accuracy"]
     losses = comparisons.make_comparisons({"compare": [*twice[:1], {**twice[0], "metric": "loss"}]}, table)
-    assert losses.distinct == 4 and "Against Absolute (loss), better: RoPE-Mixed −0." in (
-        conclusions.conclude(losses, table)
-    )
+    assert losses.distinct == 4
     fewer = comparisons.make_comparisons({"compare": twice}, cells_of("encodings", settings, (0.5, 0.6, 0.6), 4))
     assert fewer.named == 4 and fewer.made == []
 
 
 def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     """Half of the seeds of one model solve the task, all of the other, and after half of the examples."""
-    settings = [{"position_encoding": name} for name in ("axial_rope", "liere")]
-    half, solved = [[0.5, 0.4], [1.0, 0.95]], [[0.5, 0.95], [1.0, 0.96]]
     sweep = {"solved_at": 0.9, "compare": [{"against": {"position_encoding": "axial_rope"}, "within": 0.01}]}
-
-    def table(seeds):
-        slow = cells_of("arrows", settings[:1], (1.0,), seeds, history=half)
-        for result in slow["Axial RoPE"]["as trained"].results[::2]:
-            result |= {"correct": result_lines.encode_examples(np.arange(300) < 200), "history": [[1.0, 0.6]]}
-        return slow | cells_of("arrows", settings[1:], (1.0,), seeds, history=solved)
-
-    found = comparisons.make_comparisons(sweep, table(20))
+    assert comparisons.make_comparisons(sweep, two_modes(5)).made == []
+    found = comparisons.make_comparisons(sweep, two_modes(20))
     p_values = {each.kind: each.test.p_value for each in found.made}
     assert set(p_values) == {"mean", "share", "examples", "equal"} and found.distinct == 4
     # Accuracies are 2/3 with every second seed of one model, on the same 200 examples, and else 1.
@@ -106,29 +96,6 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     assert p_values["share"] == pytest.approx(stats.fisher_exact([[10, 10], [20, 0]]).pvalue)
     censored = stats.CensoredData([1000] * 10, right=[1000] * 10)
     assert p_values["examples"] == pytest.approx(stats.logrank(censored, [500] * 20).pvalue)
-    said, text = comparisons.solved_table(table(20), 0.9)
-    assert said.startswith(
-        "Seeds that reach 90%, and the median of the training examples until then. As trained, both "
-    )
-    assert (
-        "| LieRE8 | 20 of 20 (83% – 100%) | 500 |" in text
-        and "| Axial RoPE | 10 of 20 (27% – 73%) | not reached |" in text
-    )
-    said = conclusions.conclude(found, table(20))
-    assert said.startswith(
-        "Against Axial RoPE, better: LieRE8 +16.7 points. 90% reached by more seeds than with Axial RoPE (10 of 20): "
-        "LieRE8 20 of 20. Equality with Axial "
-    )
-    # What follows from the share is not said again.
-    assert "Examples until" not in said
-    _, text = comparisons.tests_table(found, table(20))
-    assert "| +50% of the seeds, p = 0.0" in text and "| 500 against not reached, p " in text
-    few = comparisons.make_comparisons(sweep, table(5))
-    said = conclusions.conclude(few, table(5))
-    assert few.made == [] and said.startswith("Not tested: 5 seeds, and a test needs 20. 90% reached by every ")
-    assert "every seed: LieRE8; by some seeds: Axial RoPE 2 of 5." in said
-    unnamed = conclusions.conclude(comparisons.make_comparisons({"solved_at": 0.9}, table(20)), table(20))
-    assert unnamed.startswith("Not tested: the file of the sweep names no comparison. 90% reached by every")
 
 
 def test_margins_of_one_pair_are_separate_tests():
@@ -144,87 +111,6 @@ def test_margins_of_one_pair_are_separate_tests():
     pair = [table[row]["as trained"].outcomes for row in ("Absolute", "LieRE8")]
     for margin, one in zip(margins, found.made[1:]):
         assert one.test.p_value == compare(*pair, margin).p_value
-    _, text = comparisons.tests_table(found, table)
-    heading = [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")]
-    narrow, wide = (f"as trained: equivalence within ±{points}" for points in ("0.1", "10.0"))
-    assert heading == ["", "against", "as trained", narrow, wide]
-    said = conclusions.conclude(found, table)
-    assert "Equality with Absolute within ±0.1 points is not shown for any row." in said
-    assert "Equal to Absolute within ±10.0 points: LieRE8." in said
-
-
-def test_many_rows_that_no_test_tells_apart_are_counted():
-    settings = [{"position_encoding": name} for name in ("absolute", "liere", "rope_mixed", "comrope_ap", "comrope_ld")]
-    sweep = {"compare": [{"against": {"position_encoding": "absolute"}}]}
-    for shares, said in (
-        ((0.5, 0.9, 0.5, 0.5, 0.5), " points. Significant: 1 of 4 tests."),
-        ((0.5, 0.5, 0.5, 0.5, 0.5), "No difference is significant (tests: 4). Highest mean accuracy: "),
-        ((0.5, 0.9, 0.9, 0.9, 0.5), " points. Not significant: ComRoPE-LD against Absolute."),
-    ):
-        table = cells_of("encodings", settings, shares, 5)
-        assert said in conclusions.conclude(comparisons.make_comparisons(sweep, table), table)
-
-
-def test_tests_of_one_pair_with_different_results_are_told_apart():
-    """Significant as trained, open under another condition."""
-    settings = [{"position_encoding": name} for name in ("absolute", "liere")]
-    table = cells_of("encodings", settings, (0.5, 0.9), 5)
-    smaller = cells_of("encodings", settings, (0.5, 0.5), 5)
-    table = {row: {**cells, "16 px": smaller[row]["as trained"]} for row, cells in table.items()}
-    sweep = {"compare": [{"against": {"position_encoding": "absolute"}, "within": 0.001}]}
-    said = conclusions.conclude(comparisons.make_comparisons(sweep, table), table)
-    assert said.startswith("Against Absolute, better: LieRE8 +")
-    assert said.endswith(" Not significant: LieRE8 against Absolute (16 px).")
-    for where in ("", ", 16 px"):
-        assert f"Equality with Absolute within ±0.1 points{where} is not shown for any row." in said
-
-
-@pytest.mark.parametrize(
-    "before, after, said",
-    [
-        ("16 px", "fixed_grid, 16 px", "With fixed_grid (16 px)"),
-        ("as trained", "16 px", "With 16 px"),
-        ("offset 0", "offset 1", "With offset 1 instead of offset 0"),
-        ("train_grid, 16 px", "16 px", "Without train_grid (16 px)"),
-        ("16 px", "as trained", "Without 16 px"),
-    ],
-)
-def test_changes_of_a_condition_in_words(before, after, said):
-    assert conclusions._change(before, after) == said
-
-
-def test_rows_that_are_always_right_have_the_same_answers():
-    settings = [{"position_encoding": name} for name in ("absolute", "liere")]
-    table = cells_of("encodings", settings, (1.0, 1.0), 5)
-    found = comparisons.make_comparisons({"compare": [{"against": {"position_encoding": "absolute"}}]}, table)
-    assert conclusions.conclude(found, table) == "Against Absolute, same answers: LieRE8."
-    assert "| unchanged |" in comparisons.tests_table(found, table)[1]
-
-
-def test_sentences_name_rows_by_what_tells_them_apart():
-    rows = (
-        "Absolute, image_size 48",
-        "LieRE8, coordinates index, rotary_init axial, rotary_learning_rate_factor 1",
-        "LieRE8, coordinates index, rotary_init axial, rotary_learning_rate_factor 4",
-        "LieRE8, coordinates train_grid, rotary_init uniform, rotary_learning_rate_factor 4",
-        "RoPE-Mixed",
-        "RoPE-Mixed, share_heads",
-        "LieRE3",
-        "LieRE3, rotary_init so3",
-        "LieRE3, rotary_init so3, rotate_values, rotary_learning_rate_factor 0",
-    )
-    names = conclusions.names_in_prose(dict.fromkeys(rows, {}))
-    assert list(names) == list(rows) and list(names.values()) == [
-        "Absolute",
-        "LieRE8 (rotary_learning_rate_factor 1)",
-        "LieRE8 (rotary_init axial, rotary_learning_rate_factor 4)",
-        "LieRE8 (rotary_init uniform)",
-        "RoPE-Mixed",
-        "RoPE-Mixed (share_heads)",
-        "LieRE3",
-        "LieRE3 (rotary_init so3)",
-        "LieRE3 (rotary_init so3, rotate_values)",
-    ]
 
 
 def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
@@ -237,11 +123,6 @@ def test_durations_of_models_that_solve_a_task_equally_are_distinct_tests():
     found = comparisons.make_comparisons(sweep, table)
     p_values = {each.row: (each.test.p_value, each.p_value) for each in found.made if each.kind == "examples"}
     (alone, corrected), (equal, _) = p_values["RoPE-Mixed"], p_values["LieRE8"]
-    said = conclusions.conclude(found, table)
-    assert said == (
-        "Against Axial RoPE, same answers: RoPE-Mixed, LieRE8. Examples until 90%, against Axial RoPE (1,000), sooner: "
-        "RoPE-Mixed 500. Significant: 1 of 4 tests."
-    )
     # Accuracies and shares are equal for both.
     assert found.distinct == 4 and alone < 1e-6 < 1 == equal and corrected == pytest.approx(4 * alone)
 
@@ -255,16 +136,10 @@ def test_losses_of_documents_are_compared_by_their_tokens(tmp_path):
         for seed in range(5):
             losses = (means + added + generator.normal(0, 0.005, 60)).astype(np.float32)
             loss = float(np.average(losses, weights=sizes))
-            entry = {
-                **line(encoding, seed, [True]),
-                "sweep": "language",
-                "script": "language_modeling",
-                "correct": None,
-            }
+            entry = line(encoding, seed, [True]) | {"sweep": "language", "script": "language_modeling", "correct": None}
             entry["metrics"] = {"eval_samples": 9, "eval_perplexity": math.exp(loss), "eval_loss": loss}
-            lines.append(
-                entry | {"losses": result_lines.encode_numbers(losses), "sizes": result_lines.encode_numbers(sizes)}
-            )
+            entry |= {"losses": result_lines.encode_numbers(losses), "sizes": result_lines.encode_numbers(sizes)}
+            lines.append(entry)
     result_lines.write_results(tmp_path / "language.jsonl", lines, as_changes=True)
     table = result_table.arrange(result_lines.read_results(tmp_path / "language.jsonl"))
     cell = next(iter(table.values()))["as trained"]
@@ -449,59 +324,6 @@ def test_every_comparison_of_a_sweep_has_its_rows():
             assert found, (path.stem, entry)
 
 
-RIVALS = [{"position_encoding": name} for name in ("rope_mixed", "liere")]
-AGAINST = {"compare": [{"against": RIVALS[0]}]}
-
-
-def with_chance(shares, seeds=5, chance=1 / 3, **further):
-    """Rows whose evaluations record the share of their most frequent class."""
-    table = cells_of("mine", RIVALS, shares, seeds, seed=1)
-    for result in (result for cells in table.values() for cell in cells.values() for result in cell.results):
-        result["metrics"] |= {"eval_chance": chance, **further}
-    return table
-
-
-@pytest.mark.parametrize("seeds", [1, 5])
-def test_models_that_guess_are_not_tested_and_have_no_order(seeds):
-    table = with_chance((1 / 3, 1 / 3), seeds)
-    found = comparisons.make_comparisons(AGAINST, table)
-    said = conclusions.conclude(found, table)
-    assert found.made == [] and said == conclusions.summarise(found, table)
-    assert said == (
-        "No model has learned: none is above chance, 33.3% (the most frequent class of the evaluation), by 3 standard "
-        "errors. Train longer."
-    )
-    # What the file of a sweep states wins: half of the answers, or a sixth.
-    stated = conclusions.conclude(comparisons.make_comparisons(AGAINST | {"chance": 0.5}, table), table)
-    assert stated == "No model has learned: none is above chance, 50.0%, by 3 standard errors."
-    assert comparisons.make_comparisons(AGAINST | {"chance": 1 / 6}, table).unlearned == []
-
-
-def test_one_model_that_learned_is_tested_against_one_that_guesses():
-    table = with_chance((1 / 3, 0.8))
-    found = comparisons.make_comparisons(AGAINST, table)
-    assert found.significant == 1 and found.unlearned == ["RoPE-Mixed"]
-    said = conclusions.conclude(found, table)
-    assert said.startswith("Against RoPE-Mixed, better: LieRE8 +")
-    assert said.endswith(
-        " Chance is 33.3% (the most frequent class of the evaluation). Not above it by 3 standard errors, so not "
-        "learned: RoPE-Mixed. Train longer."
-    )
-    both = with_chance((0.6, 0.6))
-    said = conclusions.conclude(comparisons.make_comparisons(AGAINST, both), both)
-    assert "Highest mean" in said and said.endswith(" Chance is 33.3% (the most frequent class of the evaluation).")
-
-
-def test_many_seeds_slightly_above_chance_have_learned():
-    """No seed alone exceeds chance by three standard errors of 300 examples, but their mean does."""
-    guess, slight = (cells["as trained"] for cells in with_chance((1 / 3, 0.39), 20).values())
-    for seed, result in enumerate(slight.results):
-        right = np.random.default_rng(seed).permutation(300) < 117
-        result["correct"] = result_lines.encode_examples(right)
-    assert max(slight.by_seed().values()) < 1 / 3 + 3 * math.sqrt(2 / 9 / 300)
-    assert comparisons.is_at_chance(guess, None) and not comparisons.is_at_chance(slight, None)
-
-
 def test_an_area_of_one_half_is_chance():
     """Whatever the share of the classes. Its error is that of areas of scores without information."""
     share, count = 0.9, 300
@@ -511,42 +333,3 @@ def test_an_area_of_one_half_is_chance():
     areas = (np.array(ranks) - positive.sum() * (positive.sum() + 1) / 2) / (positive.sum() * (~positive).sum())
     level, error = chance_of("eval_auc", {"eval_samples": count, "eval_chance": share})
     assert level == 0.5 and error == pytest.approx(areas.std(), rel=0.05)
-    table = with_chance((share, share), chance=share, eval_auc=0.55)
-    said = conclusions.conclude(comparisons.make_comparisons(AGAINST, table), table)
-    assert said.startswith("No model has learned: none is above chance, 0.500 (any constant answer),")
-    table = with_chance((share, share), chance=share, eval_auc=0.8)
-    assert comparisons.make_comparisons(AGAINST, table).unlearned == []
-
-
-def test_conditions_under_which_models_guess_are_named():
-    """As trained they have learned."""
-    table, shuffled = with_chance((0.6, 0.8)), with_chance((1 / 3, 1 / 3))
-    table = {row: {**cells, "patches shuffled": shuffled[row]["as trained"]} for row, cells in table.items()}
-    found = comparisons.make_comparisons(AGAINST, table)
-    assert [one.column for one in found.made] == ["as trained"] and found.unlearned == []
-    said = conclusions.conclude(found, table)
-    assert "Not above it with patches shuffled: LieRE8, RoPE-Mixed." in said and "Train longer" not in said
-
-
-@pytest.mark.parametrize(
-    "chance, samples, said",
-    [(1.0, 300, "All examples of the evaluation are of one class"), (0.5, 8, "The evaluation has 8 examples, too few")],
-)
-def test_evaluations_that_cannot_tell_are_told(chance, samples, said):
-    table = with_chance((1.0, 1.0), 1, chance=chance, eval_samples=samples)
-    assert conclusions.conclude(comparisons.make_comparisons(AGAINST, table), table).startswith(said)
-
-
-def test_records_without_chance_are_reported_as_before():
-    table = cells_of("mine", RIVALS, (1 / 3, 1 / 3), 5)
-    said = conclusions.conclude(comparisons.make_comparisons(AGAINST, table), table)
-    assert said.startswith("No difference is significant (tests: 1). Highest mean accuracy: ") and "hance" not in said
-
-
-def test_a_section_in_which_no_model_learned_ranks_nothing(tmp_path):
-    lines = seeded("data_fraction", RIVALS, (1 / 3, 1 / 3), 2, history=[[1.0, 0.3], [2.0, 0.35]])
-    for entry in lines:
-        entry["metrics"] |= {"eval_chance": 1 / 3}
-    section = reported(tmp_path, "data_fraction", lines).split("\n## ")[-1].lower()
-    assert "no model has learned" in section and "best epoch, mean over seeds. from the best" in section
-    assert "highest mean" not in section and "highest for" not in section and "lowest" not in section

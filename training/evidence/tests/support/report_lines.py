@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from training.evidence import report
-from training.evidence.reporting import result_table
+from training.evidence.reporting import result_lines, result_table
 
 
 def line(encoding, seed, correct, condition=None, history=()):
@@ -66,3 +66,16 @@ def seeded(sweep, settings, shares, seeds, seed=0, history=()):
 
 def cells_of(sweep, settings, shares, seeds, **further):
     return result_table.arrange(seeded(sweep, settings, shares, seeds, **further))
+
+
+def named(*encodings):
+    return [{"position_encoding": name} for name in encodings]
+
+
+def two_modes(seeds):
+    """Every second seed of one model stays at two thirds; the other solves the task, after half of the examples."""
+    slow, fast = [[0.5, 0.4], [1.0, 0.95]], [[0.5, 0.95], [1.0, 0.96]]
+    table = cells_of("arrows", named("axial_rope"), (1.0,), seeds, history=slow)
+    for result in table["Axial RoPE"]["as trained"].results[::2]:
+        result |= {"correct": result_lines.encode_examples(np.arange(300) < 200), "history": [[1.0, 0.6]]}
+    return table | cells_of("arrows", named("liere"), (1.0,), seeds, history=fast)
