@@ -17,7 +17,6 @@ import transformers
 from checkout import ROOT
 from clip_files import cut_frames
 from patching_cases import CASES
-from safetensors.torch import load_file
 from slow_cases import slow_except
 from training_helpers import (
     TINY_MODEL,
@@ -25,6 +24,7 @@ from training_helpers import (
     pictures,
     run_script_twice,
     small_clip,
+    weights,
     write_dual_encoder,
     write_parquet,
     write_points,
@@ -252,8 +252,8 @@ def test_a_killed_run_resumes_to_the_weights_of_one_that_is_not(name, data, tmp_
     if row.auto:
         model, loading = getattr(transformers, row.auto).from_pretrained(killed, output_loading_info=True)
         assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        trained = load_file(last_checkpoint(killed) / "model.safetensors")
-        for key, value in load_file(killed / "model.safetensors").items():
+        trained = weights(last_checkpoint(killed))
+        for key, value in weights(killed).items():
             assert torch.equal(value, trained[key] if key in trained else trained[f"model.{key}"]), key
 
 
@@ -292,3 +292,33 @@ def test_two_processes_train_the_model_of_one(name, data, tmp_path):
     if (one / "eval_results.json").is_file():
         first, second = (results_of(json.loads((run / "eval_results.json").read_text())) for run in (one, two))
         assert first == pytest.approx(second, abs=1e-5)
+
+
+CHECKPOINTING, COMPILED = "--gradient_checkpointing true", "--torch_compile true --torch_compile_backend eager"
+ACCUMULATED, ROUNDED = "--gradient_accumulation_steps 2", "--bf16 true"
+# Rows, flags that save memory or time, and the largest difference of weights; sums are in another order.
+SWITCHES = [
+    *(
+        ("images", CHECKPOINTING, 1e-6),
+        ("images", ROUNDED, 5e-3),
+        ("images", COMPILED, 1e-6),
+        ("native", COMPILED, 1e-6),
+    ),
+    *(("images", ACCUMULATED, 1e-6), ("videos", CHECKPOINTING, 1e-6), ("tokens", CHECKPOINTING, 1e-6)),
+    *((name, CHECKPOINTING, 1e-6) for name in ("native", "language", "language, adapters")),
+    *((name, ROUNDED, 5e-2) for name in ("language", "language, adapters")),
+]
+
+
+@pytest.mark.parametrize("name, switch, largest", slow_except(SWITCHES[:2], SWITCHES))
+def test_switches_that_save_memory_or_time(name, switch, largest, data, tmp_path):
+    """Weights stay in float32."""
+    row = ROWS[name]
+    flags = [*data(row), *"--optim sgd --learning_rate 0.1".split()]
+    row.script.main(["--output_dir", str(tmp_path / "plain"), *flags])
+    row.script.main(["--output_dir", str(tmp_path / "other"), *flags, *switch.split()])
+    plain, other = (last_checkpoint(tmp_path / run / row.model) for run in ("plain", "other"))
+    assert_same_weights(plain, other, largest)
+    changed = [not torch.equal(value, weights(plain)[key]) for key, value in weights(other).items()]
+    assert any(changed) or switch != ROUNDED
+    assert {value.dtype for value in weights(other).values()} == {torch.float32}

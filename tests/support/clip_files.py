@@ -59,3 +59,17 @@ def cut_frames(source, target):
     for position, size in packets[2:]:
         data[position : position + size] = bytes(size)
     target.write_bytes(data)
+
+
+def numbered_frames(count: int, size: int = 16) -> np.ndarray:
+    """Frame n is a plane of grey 10 n."""
+    return np.repeat(np.arange(count, dtype=np.uint8) * 10, size * size * 3).reshape(count, size, size, 3)
+
+
+def write_nifti(path, volume, spacing, measure="mm"):
+    """(slices, height, width) with distances of slices, rows and columns, which NIfTI lists the other way round."""
+    nibabel = pytest.importorskip("nibabel")
+    image = nibabel.Nifti1Image(volume.transpose(2, 1, 0), np.diag([*spacing[::-1], 1.0]))
+    image.header.set_xyzt_units(measure, "sec")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.to_filename(path)

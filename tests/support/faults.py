@@ -39,6 +39,7 @@ class Fault(NamedTuple):
     test: str = ""
 
 
+RESUMED = "properties/test_trains_and_resumes.py::test_a_killed_run_resumes_to_the_weights_of_one_that_is_not"
 FAULTS = tuple(
     Fault(*fault)
     for fault in (
@@ -232,6 +233,62 @@ FAULTS = tuple(
             "ImageOps.exif_transpose(image) if turn else image",
             "image",
             "reading/test_pictures.py::test_cameras_say_how_they_were_held[6]",
+        ),
+        # Training.
+        (
+            "EpochSampler",
+            "int(self.trainer_state().epoch or 0)",
+            "round(self.trainer_state().epoch or 0)",
+            f"{RESUMED}[tokens]",
+        ),
+        ("RotaryTrainer", "return _set_generator(super().get_train", "return (super().get_train", f"{RESUMED}[images]"),
+        (
+            "last_complete_checkpoint",
+            "if match and (path / TRAINER_STATE_NAME).is_file():",
+            "if match:",
+            "training/test_survival.py::test_a_half_written_checkpoint_is_never_picked_up",
+        ),
+        (
+            "LieREEncoderModel",
+            "config.patch_dropout_prob if self.training else 0.0",
+            "config.patch_dropout_prob",
+            "training/test_native.py::test_patches_are_dropped_in_training_only",
+        ),
+        (
+            "ranks_and_losses",
+            'labels, reduction="none", ignore_index=IGNORED_LABEL)\n    labels =',
+            'labels, reduction="none", ignore_index=IGNORED_LABEL, label_smoothing=0.1)\n    labels =',
+            "training/test_runs.py::test_the_evaluation_of_uneven_batches_is_exact",
+        ),
+        (
+            "ClassificationTrainer",
+            "self.model_accepts_loss_kwargs = True",
+            "self.model_accepts_loss_kwargs = False",
+            "training/test_trainer.py::test_accumulated_batches_equal_one_batch",
+        ),
+        (
+            "_regroup",
+            '"weight_decay": group["weight_decay"], "lr"',
+            '"lr"',
+            "training/test_trainer.py::test_only_weights_of_layers_decay[0.5-liere]",
+        ),
+        (
+            "ConditionCollator",
+            'if self.encoder is None or "key" in examples[0]:',
+            "if self.encoder is None:",
+            "training/test_conditions.py::test_conditions_change_evaluations_but_no_training",
+        ),
+        (
+            "collate_tokens",
+            "mask[row, :count] = 1",
+            "mask[row] = 1",
+            "training/test_tokens.py::test_batches_are_padded",
+        ),
+        (
+            "_import_files",
+            'Path(recipe or "").parent / file',
+            "Path(file)",
+            "training/test_tasks.py::test_a_task_of_a_user_trains_with_its_flags[tokens]",
         ),
     )
 )

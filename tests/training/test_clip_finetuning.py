@@ -10,17 +10,13 @@ import transformers
 from checkout import ROOT
 from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measured_again, train
 from fresh_process import run_warm
-from patching_cases import CASES, IMAGE, ROTATING, VIT_B
+from patching_cases import CASES, IMAGE, ROTATING
 from safetensors.torch import load_file, save_file
 from training_helpers import small_clip, write_parquet
 
 import hf_liere
-from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
+from hf_liere import is_patched, load_rotary, rotary_parameters
 from training.clip_finetuning import main
-from training.common.arguments import AugmentationArguments, DataArguments
-from training.common.command_line import parse_arguments
-from training.engine.patching import PatchArguments
-from training.tasks.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"
@@ -258,31 +254,3 @@ def test_runs_are_neither_overwritten_nor_patched_twice(whole, clip_folder, data
         train(tmp_path, clip_folder, data, "--do_train", "false")
     with pytest.raises(ValueError, match="is patched with comrope_ld"):
         train(tmp_path, str(whole[0] / "patched"), data, "--position_encoding", "liere")
-
-
-def test_full_recipe_is_the_papers():
-    """ComRoPE App. B.2: 4 epochs, batch 3,456, learning rate 3e-4, zero angle matrices; its block size is 8."""
-    recipe = str(ROOT / "training/recipes/clip_finetuning.yaml")
-    flags = [
-        recipe,
-        "--output_dir",
-        "unused",
-        "--bf16",
-        "false",
-        "--model_name_or_path",
-        "openai/clip-vit-base-patch16",
-    ]
-    classes = (FineTuningArguments, PatchArguments, DataArguments, AugmentationArguments, FineTuningTrainingArguments)
-    model, patch_flags, _, _, args = parse_arguments(flags, classes)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 3456
-    assert args.per_device_train_batch_size == 144
-    assert (args.num_train_epochs, args.learning_rate, args.weight_decay) == (4, 3e-4, 0.01)
-    assert (patch_flags.position_encoding, patch_flags.block_size, patch_flags.rotary_init) == (
-        "comrope_ld",
-        8,
-        "zeros",
-    )
-    assert model.trainable == "all" and model.baseline and model.image_size == 224
-    tower = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VIT_B | {"num_hidden_layers": 12}))
-    patch(tower, RotaryPatchConfig(**vars(patch_flags)))
-    assert [value.numel() for _, value in rotary_parameters(tower)] == [32_256, 2_304]

@@ -1,6 +1,5 @@
-"""Recipes, flags and data sets of training/: what is inferred, what overrides what, and how mistakes are told."""
+"""Data sets of images: what is inferred, what is read, and how mistakes are told before training."""
 
-import dataclasses
 import gc
 import json
 import re
@@ -10,36 +9,20 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
-import torch
-from checkout import ROOT
-from huggingface_hub.dataclasses import type_validator
 from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
 from hf_liere.storage.client import HubError
 from training.common.arguments import (
-    AugmentationArguments,
     DataArguments,
     InputError,
     ModelArguments,
-    RunArguments,
-    TokensModelArguments,
-    VideoModelArguments,
-    architecture_fields,
 )
-from training.common.command_line import parse_arguments
 from training.data import images
 from training.data.images import load_images
 from training.data.sources import PARTS, DataRequest
 from training.data.tables import infer_columns
 from training.engine import saving
-
-
-CLASSES = (ModelArguments, DataArguments, AugmentationArguments, RunArguments)
-
-
-def parse(*arguments):
-    return parse_arguments([*map(str, arguments), "--output_dir", "unused", "--use_cpu", "true"], CLASSES)
 
 
 def load(*, size=(16, 16), channels=3, evaluate=True, **arguments):
@@ -49,50 +32,6 @@ def load(*, size=(16, 16), channels=3, evaluate=True, **arguments):
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory):
     return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 12)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
-def test_a_cpu_takes_bfloat16_without_further_flags():
-    arguments = parse_arguments(["--do_train", "--bf16", "true", "--output_dir", "unused"], CLASSES)[-1]
-    assert arguments.bf16 and arguments.device.type == "cpu"
-
-
-def test_the_command_line_overrides_the_recipe(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "learning_rate: 2e-3\nhidden_size: 48\nblock_size: null\nimage_mean: [0.1, 0.2, 0.3]\ndo_train: true\n"
-        "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 5}\nqkv_bias: false\n"
-    )
-    model, data, _, training = parse(recipe)
-    assert model.architecture() == {"hidden_size": 48, "qkv_bias": False}
-    assert training.learning_rate == 2e-3 and training.lr_scheduler_kwargs == {"num_decay_steps": 5}
-    assert data.image_mean == [0.1, 0.2, 0.3]
-    for flags in (("--recipe", recipe), (f"--recipe={recipe}",)):
-        model, data, _, training = parse(
-            "--learning_rate",
-            1e-4,
-            "--hidden_size=32",
-            "--image_mean",
-            0.5,
-            0.5,
-            0.5,
-            "--layer_norm_eps",
-            "1e-6",
-            *flags,
-        )
-        assert model.architecture() == {"hidden_size": 32, "qkv_bias": False, "layer_norm_eps": 1e-6}
-        assert training.learning_rate == 1e-4 and data.image_mean == [0.5, 0.5, 0.5]
-
-
-def test_sizes_of_two_sides_are_lists():
-    for text in ("96,128", "[96,128]", "[96, 128]"):
-        assert parse("--do_train", "--image_size", text)[0].architecture() == {"image_size": [96, 128]}
-
-
-def test_every_field_of_the_configuration_is_a_flag():
-    fields = [field.name for field in dataclasses.fields(ModelArguments)]
-    assert {"position_encoding", "block_size", "pooling", "drop_path_rate", "patch_size"} <= set(fields)
-    assert not {"id2label", "format_version", "architectures"} & set(fields)
 
 
 @pytest.mark.parametrize(
@@ -142,37 +81,6 @@ def test_image_folders_that_hold_no_classes_or_untrained_ones(tmp_path):
             load(image_folder=str(tmp_path / name), evaluate=name == "more")
 
 
-def test_a_corrupt_image_of_a_folder_is_named_by_its_file(tmp_path):
-    folder = write_images_folder(tmp_path, {"train": 6})
-    broken = tmp_path / "train" / "dog" / "3.png"
-    broken.write_bytes(broken.read_bytes()[:60])
-    with pytest.raises(InputError, match=f"The image {re.escape(str(broken))} cannot be decoded"):
-        load(image_folder=folder, evaluate=False)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_files_that_hold_no_table(streaming, tmp_path):
-    (tmp_path / "text.parquet").write_text("no parquet at all")
-    with pytest.raises(InputError, match="text.parquet cannot be read .ArrowInvalid: Parquet magic bytes not found"):
-        run(
-            "--output_dir",
-            tmp_path / "run",
-            "--train_files",
-            tmp_path / "text.parquet",
-            "--streaming",
-            "true" if streaming else "false",
-        )
-
-
-def test_a_table_without_rows_and_a_json_file_that_ends_early(tmp_path):
-    empty = write_rows(tmp_path / "empty.parquet", [], [], datasets.ClassLabel(2))
-    with pytest.raises(InputError, match="empty.parquet cannot be read .it has no rows"):
-        load(train_files=[str(empty)], evaluate=False)
-    (tmp_path / "bad.json").write_text('{"image": ')
-    with pytest.raises(InputError, match="bad.json cannot be read .*JSON"):
-        load(train_files=[str(tmp_path / "bad.json")], evaluate=False)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_data_set_that_cannot_be_reached(streaming, tmp_path, monkeypatch):
     for settings in (datasets.config, huggingface_hub.constants):
@@ -207,14 +115,6 @@ def test_images_beyond_the_cache_are_decoded_on_access(parquet):
     assert len(cached.train.cache) == 12 and not lazy.train.cache
     for index in range(12):
         assert np.array_equal(cached.train[index][0], lazy.train[index][0])
-
-
-@pytest.mark.parametrize("name, processes", [("ddp", 8), ("fsdp", 8), ("deepspeed_zero2", 8), ("multi_node", 16)])
-def test_accelerate_reads_the_launch_files(name, processes):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(ROOT / "training" / "recipes" / "accelerate" / f"{name}.yaml"))
-    assert config.num_processes == processes and config.mixed_precision == "bf16"
 
 
 def run(*flags):
@@ -260,6 +160,85 @@ def test_mistakes_are_told_before_training(flags, message, parquet, tmp_path):
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+NUMBER, TWO = datasets.Value("int64"), datasets.ClassLabel(names=["0", "1"])
+
+
+def rows(images, labels, kind, name="--train_files"):
+    """Flags of a file with these rows, which is written into a folder; images are pictures, or encoded."""
+
+    def write(folder):
+        features = datasets.Features({"image": datasets.Image(), "label": kind})
+        file = folder / f"{name[2:]}.parquet"
+        datasets.Dataset.from_dict({"image": images, "label": labels}, features=features).to_parquet(file)
+        return [name, file]
+
+    return write
+
+
+def written(name, text, *flags):
+    return lambda folder: [(folder / name).write_text(text) and "--train_files", folder / name, *flags]
+
+
+def beside(labels, kind):
+    """Rows to evaluate beside three to train on."""
+    first, other = rows(pictures(3), [0, 1, 1], NUMBER), rows(pictures(len(labels)), labels, kind, "--validation_files")
+    return lambda folder: [*first(folder), *other(folder), "--do_eval"]
+
+
+def cut_image(folder):
+    images, broken = write_images_folder(folder / "images", {"train": 6}), folder / "images/train/dog/3.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    return ["--image_folder", images]
+
+
+def bare(folder):
+    fields = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    ModelArguments.config_class(**fields, image_size=16, patch_size=4).save_pretrained(folder / "bare")
+    return [*rows(pictures(2), [0, 1], TWO)(folder), "--model_name_or_path", folder / "bare"]
+
+
+ARROWS = ["--dataset_name", "arrows"]
+DEEP = Image.fromarray(np.zeros((16, 16), np.uint16))
+ENCODED = [{"bytes": datasets.Image().encode_example(pictures(1)[0])["bytes"], "path": None}] * 3
+NO_PARQUET = "text.parquet cannot be read .ArrowInvalid: Parquet magic bytes not found"
+TEXT = "no image column; name one by.*columns are text .string., label .int64."
+
+
+@pytest.mark.parametrize(
+    "write, message",
+    [
+        (lambda folder: [], "There are no data; accepted: one of --dataset_name"),
+        (lambda folder: ["--train_files", "nothing.parquet"], "There is no file 'nothing.parquet'"),
+        (written("text.json", '{"text": "a", "label": 0}'), TEXT),
+        (written("text.parquet", "no parquet at all"), NO_PARQUET),
+        (written("text.parquet", "no parquet at all", "--streaming", "true"), NO_PARQUET),
+        (written("bad.json", '{"image": '), "bad.json cannot be read .*JSON"),
+        (rows([], [], TWO), "train_files.parquet cannot be read .it has no rows"),
+        (rows([*ENCODED, {"bytes": b"\x89PNG no image", "path": None}], [0, 1, 0, 1], TWO), "image in row 3.*decoded"),
+        (rows([*pictures(1), DEEP], [0, 1], TWO), "image in row 1, column 'image', has mode I;16; accepted are 8-bit"),
+        (cut_image, "The image .*/images/train/dog/3.png cannot be decoded"),
+        (rows(pictures(3), [0, 1, -1], NUMBER), "contains the label -1; accepted: 0 and above"),
+        (
+            rows(pictures(2), [0.5, 1.5], datasets.Value("float32")),
+            "contains .0.5, 1.5.*accepted: class numbers or names",
+        ),
+        (beside([0, 1, 4], NUMBER), "evaluation data have the label 4 in row 2, column 'label'; accepted: 2 classes"),
+        (beside([None, 0], TWO), "evaluation data have the label None in row 0"),
+        (beside([0, 1, 2], datasets.ClassLabel(3)), "have the classes 0, 1, 2; accepted: 0, 1"),
+        (lambda folder: [*ARROWS, "--image_size", 100], "Arrows of 100 px cannot be drawn; accepted: multiples"),
+        (
+            lambda folder: [*ARROWS, "--image_size", 108, "--do_eval", "--eval_split", "dev"],
+            "no split 'dev'; accepted: train, validation, test",
+        ),
+        (bare, "bare cannot be loaded: .*model.safetensors"),
+    ],
+)
+def test_data_that_cannot_be_used(write, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        run("--output_dir", tmp_path / "run", *write(tmp_path))
+    assert not list(tmp_path.rglob("run/*.safetensors"))
+
+
 def test_checkpoints_that_are_not_there(parquet, tmp_path, monkeypatch):
     """Neither is the Hub asked for a folder, nor does its answer come as a traceback."""
     monkeypatch.chdir(tmp_path)
@@ -273,58 +252,6 @@ def test_checkpoints_that_are_not_there(parquet, tmp_path, monkeypatch):
     ):
         with pytest.raises((InputError, HubError), match=message):
             main(["--model_name_or_path", name, "--train_files", parquet, "--do_train", "--output_dir", "run"])
-
-
-def test_a_checkpoint_without_weights(parquet, tmp_path):
-    ModelArguments.config_class(hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path / "bare")
-    flags = ["--train_files", parquet, "--do_train", "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(InputError, match="bare cannot be loaded: .*model.safetensors"):
-        main(["--model_name_or_path", str(tmp_path / "bare"), *flags])
-
-
-def test_a_missing_recipe_and_an_unknown_key_in_one(tmp_path):
-    with pytest.raises(InputError, match="There is no recipe 'nothing.yaml'"):
-        main(["nothing.yaml", "--output_dir", str(tmp_path)])
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("do_train: true\nlearning_rate: 1e-3: 2\n")
-    with pytest.raises(InputError, match="mine.yaml, line 2, column 20: this is not yaml .mapping values"):
-        main([str(recipe), "--output_dir", str(tmp_path)])
-    recipe.write_text("weight_decya: 0.1\n")
-    with pytest.raises(InputError, match="no key in mine.yaml 'weight_decya'; the closest is 'weight_decay'"):
-        main([str(recipe), "--output_dir", str(tmp_path)])
-
-
-def test_missing_data_and_missing_columns(tmp_path):
-    with pytest.raises(InputError, match="There are no data; accepted: one of --dataset_name"):
-        run("--output_dir", tmp_path / "run")
-    with pytest.raises(InputError, match="There is no file 'nothing.parquet'"):
-        run("--output_dir", tmp_path / "run", "--train_files", "nothing.parquet")
-    table = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
-    table.to_parquet(tmp_path / "text.parquet")
-    with pytest.raises(InputError, match=r"no image column; name one by.*columns are text \(string\), label \(int64\)"):
-        run("--output_dir", tmp_path / "run", "--train_files", tmp_path / "text.parquet")
-
-
-def write_rows(path, images, labels, label_feature):
-    features = datasets.Features({"image": datasets.Image(), "label": label_feature})
-    datasets.Dataset.from_dict({"image": images, "label": labels}, features=features).to_parquet(path)
-    return path
-
-
-def test_an_image_that_cannot_be_decoded_is_named(tmp_path):
-    whole = tmp_path / "whole.png"
-    pictures(1)[0].save(whole)
-    images = [{"bytes": whole.read_bytes(), "path": None}] * 3 + [{"bytes": b"\x89PNG no image", "path": None}]
-    path = write_rows(tmp_path / "train.parquet", images, [0, 1, 0, 1], datasets.ClassLabel(2))
-    with pytest.raises(InputError, match="image in row 3, column 'image', cannot be decoded"):
-        run("--output_dir", tmp_path / "run", "--train_files", path)
-
-
-def test_sixteen_bit_images_are_refused(tmp_path):
-    deep = Image.fromarray(np.zeros((16, 16), np.uint16))
-    path = write_rows(tmp_path / "train.parquet", [*pictures(1), deep], [0, 1], datasets.ClassLabel(2))
-    with pytest.raises(InputError, match="image in row 1, column 'image', has mode I;16; accepted are 8-bit"):
-        run("--output_dir", tmp_path / "run", "--train_files", path)
 
 
 def test_images_of_other_modes_are_found_before_training_decodes_them(tmp_path, monkeypatch):
@@ -352,43 +279,6 @@ def test_animations_leave_no_file_open(tmp_path):
     gc.collect()
 
 
-@pytest.mark.parametrize(
-    "labels, message",
-    [
-        ([0, 1, -1], "contains the label -1; accepted: 0 and above"),
-        ([0.5, 1.5, 2.5], r"contains \[0.5, 1.5, 2.5\].*accepted: class numbers or names"),
-    ],
-)
-def test_labels_out_of_range(labels, message, tmp_path):
-    feature = datasets.Value("int64" if isinstance(labels[0], int) else "float32")
-    path = write_rows(tmp_path / "train.parquet", pictures(3), labels, feature)
-    with pytest.raises(InputError, match=message):
-        run("--output_dir", tmp_path / "run", "--train_files", path)
-
-
-def test_labels_that_training_never_names(tmp_path, parquet):
-    train = write_rows(tmp_path / "train.parquet", pictures(3), [0, 1, 1], datasets.Value("int64"))
-    test = write_rows(tmp_path / "test.parquet", pictures(3), [0, 1, 4], datasets.Value("int64"))
-    flags = ("--do_eval", "--output_dir", tmp_path / "run", "--train_files", train, "--validation_files")
-    with pytest.raises(
-        InputError, match="evaluation data have the label 4 in row 2, column 'label'; accepted: 2 classes"
-    ):
-        run(*flags, test)
-    unlabelled = write_rows(tmp_path / "hidden.parquet", pictures(2), [None, 0], datasets.ClassLabel(names=["0", "1"]))
-    with pytest.raises(InputError, match="evaluation data have the label None in row 0"):
-        run(*flags, unlabelled)
-    with pytest.raises(InputError, match="have the classes class0, class1, class2; accepted: 0, 1"):
-        run(*flags, parquet)
-
-
-def test_arrows_need_whole_cells_and_known_splits(tmp_path):
-    arrows = ("--output_dir", tmp_path / "run", "--dataset_name", "arrows")
-    with pytest.raises(InputError, match="Arrows of 100 px cannot be drawn; accepted: multiples"):
-        run(*arrows, "--image_size", 100)
-    with pytest.raises(InputError, match="no split 'dev'; accepted: train, validation, test"):
-        run(*arrows, "--image_size", 108, "--do_eval", "--eval_split", "dev")
-
-
 @pytest.mark.parametrize("found", ["model.safetensors", "checkpoint-7", "eval_results.json"])
 def test_another_run_is_not_overwritten(found, tmp_path, parquet):
     other = tmp_path / found
@@ -396,70 +286,6 @@ def test_another_run_is_not_overwritten(found, tmp_path, parquet):
     with pytest.raises(InputError, match=f"contains another run \\({found}\\); accepted: another folder, --resume"):
         run("--train_files", parquet, "--output_dir", tmp_path)
     assert Path(other).exists()
-
-
-def test_several_numbers_after_a_field_are_a_list():
-    model, *_ = parse(
-        "--physical_unit", "32", "32", "32.5", "--image_size", "96", "128", "--hidden_size", "64", "--do_eval"
-    )
-    assert model.architecture() == {"physical_unit": [32, 32, 32.5], "image_size": [96, 128], "hidden_size": 64}
-    model, *_ = parse("--physical_unit", "[32,32,32]", "--do_eval")
-    assert model.architecture() == {"physical_unit": [32, 32, 32]}
-
-
-@pytest.mark.parametrize(
-    "kind, name, given, value",
-    [
-        (ModelArguments, "spins", ["1"], [1]),
-        (ModelArguments, "spins", ["1", "2"], [1, 2]),
-        (ModelArguments, "position_table_size", ["8", "8"], [8, 8]),
-        (ModelArguments, "image_size", ["96"], 96),
-        (TokensModelArguments, "position_table_size", ["16"], [16]),
-        (TokensModelArguments, "position_origin", ["-1.5", "0", "2e-3"], [-1.5, 0, 2e-3]),
-        (TokensModelArguments, "position_scale", ["0.5"], 0.5),
-        (VideoModelArguments, "physical_unit", ["12", "8", "8"], [12, 8, 8]),
-        (VideoModelArguments, "patch_size", ["8,16"], [8, 16]),
-    ],
-)
-def test_lists_on_the_command_line_have_the_type_of_their_field(kind, name, given, value):
-    """The strict types of the configurations are huggingface_hub's."""
-    model, _ = parse_arguments(
-        [f"--{name}", *given, "--output_dir", "unused", "--use_cpu", "true", "--do_eval"], (kind, RunArguments)
-    )
-    assert model.architecture() == {name: value} and type(model.architecture()[name]) is type(value)
-    type_validator(name, value, architecture_fields(kind.config_class)[name].type)
-
-
-def test_values_that_a_flag_does_not_take(capsys):
-    """One line, without the usage of all flags."""
-    for given, message in (
-        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
-        (["--image_size"], "argument --image_size.*: expected one argument"),
-        (["--hidden_size", "64", "wide"], "'wide' follows a flag that takes no further value"),
-        (["--hidden_sise", "64"], "There is no flag '--hidden_sise'; the closest is 'hidden_size'"),
-        (["--positon-encoding", "liere"], "There is no flag '--positon-encoding'; the closest is 'position_encoding'"),
-        (["--folded_grids", "[[7,7]]"], "There is no flag '--folded_grids'"),
-        (["--zzz"], "There is no flag '--zzz'; --help and --help_all list what is accepted"),
-    ):
-        with pytest.raises(InputError, match=message):
-            parse(*given, "--do_eval")
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_closest_recipe_is_named():
-    with pytest.raises(InputError, match="no recipe 'training/recipes/arrows-mni.yaml'; the closest is 'arrows_mini'"):
-        parse("--recipe", "training/recipes/arrows-mni.yaml")
-
-
-def test_flags_without_what_they_need(monkeypatch):
-    for following in ([], ["--do_train"]):
-        with pytest.raises(InputError, match="--resume_from_checkpoint needs a value; accepted: last"):
-            parse_arguments(["--output_dir", "unused", "--resume_from_checkpoint", *following], CLASSES)
-    monkeypatch.setattr("training.common.arguments.get_available_reporting_integrations", lambda: ["tensorboard"])
-    with pytest.raises(InputError, match="--report_to wandb is not installed .*accepted here: tensorboard, none"):
-        parse("--report_to", "wandb", "--do_eval")
-    with pytest.raises(InputError, match="--report_to wandbb is unknown"):
-        parse("--report_to", "wandbb", "--do_eval")
 
 
 def test_windows_opens_no_folders(tmp_path, monkeypatch):

@@ -254,41 +254,6 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
     assert_same_perplexities(metrics, model, tmp_path / "run", data)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "trainable, flags",
-    [
-        ("lora+rotary", BLOCKS),
-        ("lora+rotary", PLANES),
-        ("all", PLANES),
-        ("all", BLOCKS),
-    ],
-)
-def test_gradient_checkpointing_gives_the_same_model(trainable, flags, llama, data, tmp_path):
-    flags = ["--model_name_or_path", llama[0], *flags, "--trainable", trainable, "--save_steps", 2]
-    train(tmp_path / "plain", data, *flags)
-    train(tmp_path / "checkpointed", data, *flags, "--gradient_checkpointing", "true")
-    first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("plain", "checkpointed"))
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        # The same operations, in the same order.
-        torch.testing.assert_close(second[name], value, rtol=1e-6, atol=1e-7, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [PLANES, BLOCKS], ids=["planes", "blocks"])
-def test_bfloat16_trains_float32_weights(flags, llama, data, tmp_path):
-    flags = ["--model_name_or_path", llama[0], *flags, "--save_steps", 2]
-    exact = train(tmp_path / "float32", data, *flags)
-    rounded = train(tmp_path / "bfloat16", data, *flags, "--bf16", "true")
-    first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("float32", "bfloat16"))
-    assert {value.dtype for value in second.values()} == {torch.float32}
-    assert any(not torch.equal(second[name], value) for name, value in first.items())
-    # Logits have eight bits.
-    assert rounded["eval_64_perplexity"] == pytest.approx(exact["eval_64_perplexity"], rel=0.02)
-    assert rounded["eval_64_perplexity"] != exact["eval_64_perplexity"]
-
-
 def test_data_sets_of_the_hub_are_read_by_their_name(llama, tmp_path):
     """A folder is laid out as a repository, and is given by its name in its place."""
     for split, count in (("train", 12), ("validation", 5)):

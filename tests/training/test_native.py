@@ -11,7 +11,7 @@ from checkout import ROOT
 from pages import TRAINING, commands
 from PIL import Image
 from safetensors.numpy import load_file
-from training_helpers import TINY_RUN, assert_same_weights, main, train
+from training_helpers import TINY_RUN, main, train
 from transformers import AutoImageProcessor, AutoModelForImageClassification, Siglip2ImageProcessor, pipeline
 
 import hf_liere
@@ -147,25 +147,6 @@ def test_folded_rotations_of_one_grid_are_computed_for_the_others(run, files, tm
     # Folding keeps rotations in float32, and products of them in another order.
     expected = json.loads((run / "eval_results.json").read_text())["eval_loss"]
     assert metrics["eval_loss"] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(["--gradient_checkpointing", "true"], marks=pytest.mark.slow),
-        ["--torch_compile", "true", "--torch_compile_backend", "eager"],
-        # Starting to stream takes ten seconds.
-        pytest.param(["--streaming"], marks=pytest.mark.slow),
-    ],
-    ids=lambda flags: flags[0],
-)
-def test_switches_do_not_change_what_is_learnt(flags, files, tmp_path):
-    """Streamed images come in another order, so that both runs see all of them in one batch."""
-    common = [*files, *NATIVE, "--per_device_train_batch_size", 12, "--max_steps", 2, "--learning_rate", 1e-4]
-    train(tmp_path / "plain", *common)
-    train(tmp_path / "other", *common, *flags)
-    # Sums in another order.
-    assert_same_weights(tmp_path / "plain", tmp_path / "other", 1e-6)
 
 
 def test_patches_are_dropped_in_training_only(files, tmp_path):

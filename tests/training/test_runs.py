@@ -71,21 +71,6 @@ def test_deepspeed_in_two_processes_equals_one(one_process, train_file, uneven_f
     assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--gradient_checkpointing", "true"],
-        pytest.param(["--torch_compile", "true", "--torch_compile_backend", "eager"], marks=pytest.mark.slow),
-        ["--bf16", "true"],
-    ],
-    ids=["checkpointing", "compile", "bf16"],
-)
-def test_switches_that_save_memory_or_time(flags, one_process, train_file, uneven_file, tmp_path):
-    """Recomputing and compiling give the weights of a plain run; bfloat16 gives about them."""
-    run_once(tmp_path, train_file, uneven_file, lambda folder, *given: train(folder, *given, *flags))
-    assert_same_weights(one_process, tmp_path, 5e-3 if "--bf16" in flags else 1e-6)
-
-
 def test_logs_tell_the_rate_and_the_time_to_go(one_process):
     log = json.loads((one_process / "trainer_state.json").read_text())["log_history"]
     rated = [entry for entry in log if "examples_per_second" in entry]

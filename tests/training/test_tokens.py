@@ -4,7 +4,6 @@ import json
 import logging
 import math
 
-import evaluate
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -21,7 +20,6 @@ from training.common.tasks import with_task
 from training.data import solids
 from training.data.tokens import TokenDataArguments, TokenExamples, collate_tokens, load_tokens
 from training.engine.token_setup import placement
-from training.engine.trainer import METRIC, ranks_and_losses, summed_cross_entropy
 
 
 TINY = "--hidden_size 16 --num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 32".split()
@@ -137,30 +135,6 @@ def test_indices_stay_indices_for_rope(tmp_path):
     (tmp_path / "a.ts").write_text(SERIES)
     assert placement(load(train_files=[str(tmp_path / "a.ts")]).train, "axial_rope") == ([0.0], 1.0)
     assert placement(load(train_files=[str(tmp_path / "a.ts")]).train, "liere") == ([0.0], 0.5)
-
-
-def test_losses_and_ranks_of_tokens_are_those_of_examples():
-    logits, labels = torch.randn(3, 5, 4), torch.randint(4, (3, 5))
-    labels[1, 2:] = -100
-    flat = logits.flatten(0, 1), labels.flatten()
-    assert torch.equal(summed_cross_entropy(logits, labels), summed_cross_entropy(*flat))
-    torch.testing.assert_close(ranks_and_losses(logits, labels).flatten(0, 1), ranks_and_losses(*flat))
-
-
-def test_intervals_resample_whole_samples():
-    """Samples whose tokens are all alike say as much as one token each, and as much as one example each."""
-    metric = evaluate.load(str(METRIC), keep_in_memory=True)
-    ranks, losses = np.random.default_rng(0).integers(0, 3, 50), np.random.default_rng(1).random(50)
-    alone = metric.compute(ranks=ranks, losses=losses, num_classes=4)
-    groups = np.repeat(np.arange(50), 7)
-    together = metric.compute(ranks=ranks[groups], losses=losses[groups], num_classes=4, groups=groups)
-    assert together == pytest.approx(alone)
-    narrower = metric.compute(ranks=ranks[groups], losses=losses[groups], num_classes=4)
-    width = {
-        name: value["accuracy_high"] - value["accuracy_low"]
-        for name, value in (("whole", together), ("tokens", narrower))
-    }
-    assert width["tokens"] < 0.6 * width["whole"]
 
 
 @pytest.mark.parametrize("per_token", [True, False])
