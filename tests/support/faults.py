@@ -241,7 +241,6 @@ FAULTS = tuple(
             "round(self.trainer_state().epoch or 0)",
             f"{RESUMED}[tokens]",
         ),
-        ("RotaryTrainer", "return _set_generator(super().get_train", "return (super().get_train", f"{RESUMED}[images]"),
         (
             "last_complete_checkpoint",
             "if match and (path / TRAINER_STATE_NAME).is_file():",
