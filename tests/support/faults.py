@@ -261,8 +261,8 @@ FAULTS = tuple(
         ),
         (
             "ClassificationTrainer",
-            "self.model_accepts_loss_kwargs = True",
-            "self.model_accepts_loss_kwargs = False",
+            "if num_items_in_batch is None:",
+            "if True:",
             "training/test_trainer.py::test_accumulated_batches_equal_one_batch",
         ),
         (
