@@ -14,8 +14,8 @@ from hub_client import OTHER
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from patching_cases import IMAGE, build, randomize, realign, same_bits
-from patching_cases import run as outputs_of
-from patching_checks import check_auto_classes
+from patching_cases import outputs as outputs_of
+from patching_checks import SHARED_CONFIG, check_auto_classes
 
 from hf_liere import (
     RotaryPatchConfig,
@@ -30,6 +30,8 @@ from hf_liere import (
 from hf_liere.patching.modeling_patched import (
     RotaryCLIPVisionConfig,
     RotaryCLIPVisionModelWithProjection,
+    RotaryDINOv3ViTConfig,
+    RotaryLlamaConfig,
     RotaryViTConfig,
     RotaryViTForMaskedImageModeling,
     rotary_class,
@@ -95,16 +97,27 @@ def test_auto_models_of_other_tasks_read_a_classifier(tmp_path):
     assert isinstance(masked, RotaryViTForMaskedImageModeling)
 
 
-def test_weights_of_a_plain_checkpoint_start_neutral(tmp_path):
-    """A plain checkpoint has no generators: they are zero, not uninitialised memory."""
-    model, inputs = build("vit")
+PLAIN = [("vit", RotaryViTConfig, "AutoModelForImageClassification", SHARED_CONFIG)]
+for config in (rope_cases.PLANES, rope_cases.blocks(), rope_cases.blocks("comrope_ld", layers=[0])):
+    PLAIN += [("llama", RotaryLlamaConfig, "AutoModelForCausalLM", config)]
+    PLAIN += [("dinov3", RotaryDINOv3ViTConfig, "AutoModel", config)]
+
+
+@pytest.mark.parametrize("name, kind, auto_class, config", PLAIN)
+def test_weights_of_a_plain_checkpoint_start_at_its_outputs(name, kind, auto_class, config, tmp_path):
+    """A plain checkpoint has no generators: they are what a start gives, not uninitialised memory."""
+    model, inputs = (build if name == "vit" else rope_cases.build)(name)
     model.save_pretrained(tmp_path)
-    config = RotaryViTConfig(**IMAGE, num_labels=3, rotary_patch={"position_encoding": "comrope_ld", "block_size": 4})
-    loaded = transformers.AutoModelForImageClassification.from_config(config)
-    loaded = type(loaded).from_pretrained(tmp_path, config=config).eval()
-    assert same_bits(outputs_of(loaded, inputs), outputs_of(model, inputs))
-    multipliers = dict(rotary_parameters(loaded))["vit.rotary_encoding.multipliers"]
-    assert multipliers.isfinite().all() and multipliers.std() > 0.3
+    fields = {"model_type": kind.model_type, "rotary_patch": config.to_dict()}
+    rotary = kind.from_dict({**model.config.to_dict(), **fields})
+    loaded = type(getattr(transformers, auto_class).from_config(rotary)).from_pretrained(tmp_path, config=rotary)
+    found, expected = outputs_of(realign(loaded.eval()), inputs), outputs_of(model, inputs)
+    # Blocks start within rounding.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert same_bits(found, expected) or config.rotary_init == "pretrained" and config is not rope_cases.PLANES
+    if name == "vit":
+        multipliers = dict(rotary_parameters(loaded))["vit.rotary_encoding.multipliers"]
+        assert multipliers.isfinite().all() and multipliers.std() > 0.3
 
 
 def test_weight_of_the_table_is_saved(tmp_path):
@@ -117,6 +130,7 @@ def test_weight_of_the_table_is_saved(tmp_path):
 def test_configuration_holds_all_of_the_patch(tmp_path):
     config = RotaryCLIPVisionConfig(**IMAGE, rotary_patch={"position_encoding": "liere"})
     assert config.rotary_patch["rotary_init"] == "zeros"
+    assert RotaryLlamaConfig().rotary_patch["rotary_init"] == "pretrained"
     RotaryCLIPVisionModelWithProjection(config).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "rotary_clip_vision_model" and saved["rotary_patch"] == config.rotary_patch

@@ -254,3 +254,20 @@ def test_flex_attention_gives_the_same(name, config):
         model.set_attn_implementation("flex_attention")
         # Compiled kernels of float32 add up in another order.
         torch.testing.assert_close(outputs(model, inputs)[0], expected[0], rtol=1e-4, atol=1e-4)
+
+
+@CONFIGS
+@pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl"])
+@torch.no_grad()
+def test_device_maps(name, config, tmp_path):
+    """On one device, and with all that does not fit into memory on disk."""
+    pytest.importorskip("accelerate")
+    whole, inputs = rope_cases.build_patched(name, config)
+    whole.save_pretrained(tmp_path)
+    expected, load = outputs(whole, inputs), type(whole).from_pretrained
+    placed = load(tmp_path, device_map={"": "cpu"})
+    offloaded = load(tmp_path, device_map="auto", max_memory={"cpu": 60_000}, offload_folder=tmp_path / "offload")
+    assert next(value for _, value in rotary_parameters(offloaded)).is_meta
+    for loaded in (placed, offloaded):
+        # The same products of weights at other addresses, by which some processors round.
+        torch.testing.assert_close(outputs(loaded, inputs), expected, rtol=0, atol=1e-6)

@@ -14,12 +14,10 @@ from reference import rotate_heads
 from timm.layers import set_fused_attn
 from timm_cases import BLOCKS, BY_NAME, CASES, PLANES, ZEROS, naflex, run
 from torch import nn
-from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 
 from hf_liere import (
     RotaryPatchConfig,
     complete_model,
-    load_rotary,
     patch,
     rotary_parameters,
     save_rotary,
@@ -301,28 +299,6 @@ def test_a_vision_transformer_inside_a_model():
     assert [name for name, _ in rotary_parameters(model)] == ["visual.rotary_encoding.encoding.generators"]
     with pytest.raises(ValueError, match=r"target='other' matches no vision transformer; there are \['visual'\]"):
         patch(unpatch(model), replace(ZEROS, target="other"))
-
-
-@torch.no_grad()
-def test_a_model_of_transformers_around_one_of_timm(tmp_path):
-    """Its part can be patched and stored; what from_pretrained could not restore is refused."""
-    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": (48, 64)}
-    config = TimmWrapperConfig(architecture=VIT.name, model_args=sizes)
-    model, inputs = TimmWrapperForImageClassification(config).eval(), VIT.inputs()
-    with pytest.raises(ValueError, match="not routed through transformers' attention interface"):
-        patch(model, ZEROS)
-    before = model(inputs["x"]).logits
-    patch(model.timm_model, ZEROS)
-    assert torch.equal(model(inputs["x"]).logits, before)
-    randomize(model)
-    expected = model(inputs["x"]).logits
-    with pytest.raises(ValueError, match=r"rotations of timm_model \(VisionTransformer\), which from_p"):
-        model.save_pretrained(tmp_path / "whole")
-    save_rotary(model.timm_model, tmp_path / "rotations")
-    unpatch(model).save_pretrained(tmp_path / "whole")
-    loaded = TimmWrapperForImageClassification.from_pretrained(tmp_path / "whole").eval()
-    load_rotary(loaded.timm_model, tmp_path / "rotations")
-    assert torch.equal(loaded(inputs["x"]).logits, expected) and not torch.equal(expected, before)
 
 
 class OtherBlock(nn.Module):

@@ -1,23 +1,31 @@
-"""Models that timm creates by the names `liere_vit_…`, and training by the parts of timm."""
+"""Models that timm creates by the names `liere_vit_…`, training by the parts of timm, and models of it in others."""
 
 import pytest
 import timm
 import torch
-from library_checks import normal
+from library_checks import normal, randomize
 from renamed_weights import timm_weights
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3
+from timm_cases import BY_NAME, ZEROS
+from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 
 from hf_liere import (
     LieREViTConfig,
     LieREViTForImageClassification,
     RotaryPatchConfig,
     is_patched,
+    load_rotary,
     patch,
     rotary_parameters,
+    save_rotary,
+    unpatch,
 )
+
+
+VIT = BY_NAME["vit_tiny_patch16_224"]
 
 
 def create(name="liere_vit_tiny_patch16_224", **options):
@@ -115,3 +123,25 @@ def test_registered_models_take_timms_arguments():
             create(**options)
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):
         create(pretrained=True)
+
+
+@torch.no_grad()
+def test_a_model_of_transformers_around_one_of_timm(tmp_path):
+    """Its part can be patched and stored; what from_pretrained could not restore is refused."""
+    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": (48, 64)}
+    config = TimmWrapperConfig(architecture=VIT.name, model_args=sizes)
+    model, inputs = TimmWrapperForImageClassification(config).eval(), VIT.inputs()
+    with pytest.raises(ValueError, match="not routed through transformers' attention interface"):
+        patch(model, ZEROS)
+    before = model(inputs["x"]).logits
+    patch(model.timm_model, ZEROS)
+    assert torch.equal(model(inputs["x"]).logits, before)
+    randomize(model)
+    expected = model(inputs["x"]).logits
+    with pytest.raises(ValueError, match=r"rotations of timm_model \(VisionTransformer\), which from_p"):
+        model.save_pretrained(tmp_path / "whole")
+    save_rotary(model.timm_model, tmp_path / "rotations")
+    unpatch(model).save_pretrained(tmp_path / "whole")
+    loaded = TimmWrapperForImageClassification.from_pretrained(tmp_path / "whole").eval()
+    load_rotary(loaded.timm_model, tmp_path / "rotations")
+    assert torch.equal(loaded(inputs["x"]).logits, expected) and not torch.equal(expected, before)
