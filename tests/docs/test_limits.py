@@ -28,6 +28,11 @@ def test_pages_stay_short(page, lines, words):
     assert words is None or [cell for cell in cells(text) if len(cell.split()) > words] == []
 
 
+def test_the_guide_has_one_figure_in_a_row():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs/choosing.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows and [row for row in rows if len(re.findall(r"\d%|\d points\b|\bAUC\b", row)) > 1] == []
+
+
 def test_the_readme_begins_with_commands_and_leaves_intervals_to_the_results():
     text = README.read_text(encoding="utf-8")
     assert {("make", "demo"), ("make", "test")} <= set(map(tuple, commands(README)))
