@@ -355,7 +355,7 @@ def attention_figure(rows: Sequence[AttentionRow]) -> tuple[Callable[[Figure, di
         panels[0, 0].set_title("input", fontsize=8)
         shades = cm.ScalarMappable(colors.Normalize(0, 1), "viridis")
         bar = figure.colorbar(shades, ax=panels.ravel().tolist(), shrink=min(0.8, 4 / height), aspect=25, ticks=[0, 1])
-        bar.set_label(f"attention, least to most of a {'map' if rows[0][3][0] is None else 'layer'}")
+        bar.set_label(f"attention (per {'map' if rows[0][3][0] is None else 'layer'})")
 
     return paint, width, height
 
