@@ -112,17 +112,6 @@ def test_tokens_have_no_common_centre():
     assert hf_liere.LieRETokensConfig(position_encoding="comrope_ld").rotate_prefix is False
 
 
-def test_round_trip_through_a_file(tmp_path, tiny, tiny_video):
-    for config in (
-        tiny(position_encoding="comrope_ld", block_size=4, num_register_tokens=2, out_features=["stem", "stage2"]),
-        tiny_video(position_encoding="liere", block_size=3, patch_size=(2, 4), image_size=(4, 8), num_channels=1),
-    ):
-        config.save_pretrained(tmp_path)
-        loaded = type(config).from_pretrained(tmp_path)
-        assert loaded.to_dict() == config.to_dict()
-        assert json.loads((tmp_path / "config.json").read_text())["format_version"] == 1
-
-
 def test_comrope_ap_in_three_dimensions_needs_another_head_dim():
     with pytest.raises(StrictDataclassError, match="times 3 axes must divide head_dim=64 .*none, choose another"):
         hf_liere.LieREVideoConfig(position_encoding="comrope_ap")

@@ -63,16 +63,6 @@ def test_an_input_of_one_unit_has_unit_coordinates(tiny, fields, tmp_path):
             torch.testing.assert_close(each(pixel_values, spacing=spacing).logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("fields", ENCODINGS)
-def test_samples_have_spacings_of_their_own(tiny, fields):
-    model, pixel_values = image_model(tiny, **fields), torch.randn(3, 3, 16, 16)
-    spacing = torch.tensor([[1.0, 1.0], [0.5, 2.0], [3.0, 0.7]])
-    together = model(pixel_values, spacing=spacing).logits
-    alone = torch.cat([model(image[None], spacing=each).logits for image, each in zip(pixel_values, spacing)])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    assert (together - model(pixel_values, spacing=spacing.flip(0)).logits)[0].abs().max() > 1e-4
-
-
 def smooth_volume(spacing, extent=(8.0, 24.0, 24.0)):
     """(1, slices, 1, rows, columns) of a smooth function of the place in mm, at the centres of voxels."""
     places = [(np.arange(round(size / step)) + 0.5) * step for size, step in zip(extent, spacing)]
@@ -97,33 +87,6 @@ def test_the_same_volume_at_another_voxel_size_has_the_same_coordinates(tiny_vid
     torch.testing.assert_close((finer[:, ::2, ::2] + finer[:, 1::2, 1::2]) / 2, places[0].view(2, 3, 3, 3))
 
 
-def test_equal_rotations_give_equal_logits(tiny_video):
-    """Twice the spacing with twice the unit is the same model; a given position is the same place."""
-    clip = torch.randn(2, 4, 3, 8, 8)
-    model, scaled = video_model(tiny_video, 8.0), video_model(tiny_video, 16.0)
-    scaled.load_state_dict(model.state_dict())
-    spacing = torch.tensor([[2.0, 1.0, 0.5], [1.0, 1.0, 1.0]])
-    expected = model(clip, spacing=spacing).logits
-    torch.testing.assert_close(scaled(clip, spacing=2 * spacing).logits, expected, rtol=0, atol=1e-5)
-    given = coordinates_of(model, clip, spacing=spacing)
-    torch.testing.assert_close(model(clip, positions=given).logits, expected, rtol=0, atol=1e-5)
-
-
-def test_regular_times_are_a_spacing_of_frames(tiny_video):
-    model, clip = video_model(tiny_video, [2.0, 8.0, 8.0]), torch.randn(2, 6, 3, 8, 12)
-    spacing = torch.tensor([[0.04, 1.0, 2.0], [0.1, 0.5, 0.5]])
-    expected = coordinates_of(model, clip, spacing=spacing)
-    # Where a clip begins does not matter.
-    times = torch.tensor([[3.0], [100.0]]).double() + torch.arange(6) * spacing[:, :1].double()
-    actual = coordinates_of(model, clip, spacing=spacing[:, 1:], frame_times=times)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
-    shared = coordinates_of(model, clip, spacing=spacing[0, 1:], frame_times=times[0])
-    torch.testing.assert_close(shared, expected[:1], rtol=0, atol=1e-7)
-    mixed = coordinates_of(model, clip, spacing=spacing[:, 1:], frame_times=times[0])
-    torch.testing.assert_close(mixed[0], expected[0], rtol=0, atol=1e-7)
-    torch.testing.assert_close(mixed[1, :, 1:], expected[1, :, 1:], rtol=0, atol=1e-7)
-
-
 def test_a_tubelet_sits_at_the_mean_of_its_times(tiny_video):
     model, clip = video_model(tiny_video, [2.0, 8.0, 8.0]), torch.randn(1, 6, 3, 8, 8)
     times = torch.tensor([0.0, 0.1, 0.1, 0.5, 1.0, 1.6])
@@ -137,18 +100,6 @@ def test_a_tubelet_sits_at_the_mean_of_its_times(tiny_video):
     torch.testing.assert_close(still[..., 0], torch.full((3, 2, 2), 0.5).double())
 
 
-def test_physical_coordinates_are_augmented_in_training(tiny_video):
-    """About the centre of the input, by the same factors on every axis, whatever the times of frames."""
-    model = video_model(tiny_video, [2.0, 8.0, 8.0], position_rescale=3.0)
-    clip, times = torch.randn(1, 6, 3, 8, 8), torch.tensor([0.0, 0.1, 0.1, 0.5, 1.0, 1.6])
-    given = {"spacing": torch.tensor([[1.0, 2.0]]), "frame_times": times}
-    still = coordinates_of(model, clip, **given) - 0.5
-    moved = coordinates_of(model.train(), clip, **given) - 0.5
-    factor = moved[0, 0, 1] / still[0, 0, 1]
-    assert 1 / 3 <= factor <= 3 and abs(factor - 1) > 0.01
-    torch.testing.assert_close(moved, still * factor, rtol=0, atol=1e-7)
-
-
 def test_rotations_that_are_in_the_weights_can_be_folded(tiny):
     model = image_model(tiny, position_encoding="comrope_ld", block_size=4)
     pixel_values, spacing = torch.randn(2, 3, 16, 16), torch.tensor([[1.0, 2.0], [0.5, 0.5]])
@@ -157,25 +108,6 @@ def test_rotations_that_are_in_the_weights_can_be_folded(tiny):
     torch.testing.assert_close(folded(pixel_values, spacing=spacing).logits, expected, rtol=0, atol=1e-5)
     with pytest.raises(StrictDataclassError, match="depend on the spacing"):
         image_model(tiny, position_encoding="liere", block_size=4).fold_rotations()
-
-
-def test_spacing_in_graphs_and_with_gradients(tiny_video):
-    model, clip = video_model(tiny_video), torch.randn(2, 4, 3, 8, 8)
-    spacing, times = torch.tensor([[1.0, 2.0], [0.5, 0.5]]), torch.tensor([0.0, 1.0, 1.5, 4.0]).repeat(2, 1)
-    with torch.no_grad():
-        expected = model(clip, spacing=spacing, frame_times=times).logits
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(clip, spacing=spacing, frame_times=times).logits, expected)
-        exported = torch.export.export(model, (clip,), {"spacing": spacing, "frame_times": times}).module()
-        torch.testing.assert_close(
-            exported(clip, spacing=spacing, frame_times=times).logits, expected, rtol=0, atol=1e-5
-        )
-    model.train().gradient_checkpointing_enable()
-    outputs = model(clip, spacing=spacing, frame_times=times, labels=torch.tensor([0, 1]))
-    outputs.loss.backward()
-    assert (model.liere.rotary_encoding.generators.grad != 0).any()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.isfinite(model(clip, spacing=spacing, frame_times=times).logits).all()
 
 
 def test_models_are_inspected_on_inputs_of_one_unit(tiny):

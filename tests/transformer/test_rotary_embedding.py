@@ -1,8 +1,10 @@
-"""The rotations as a layer for any attention, against the plain reference in float64 and the image model."""
+"""The rotations as a layer for any attention, against the plain reference in float64."""
 
 import copy
+import itertools
 import logging
 import re
+from functools import partial
 
 import layer_worker
 import pytest
@@ -11,21 +13,14 @@ import torch
 from encoding_cases import COMMUTING, ENCODINGS, FOLDABLE, GRID_CONVENTIONS, block_size, on_axes, perturb
 from fresh_process import run_two_processes
 from pairwise import pairwise
-from slow_cases import slow_except
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils import logging as transformers_logging
 
-from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions
+from hf_liere import LieRotaryEmbedding, grid_positions
 from hf_liere.encoding.kinds import ENCODINGS as KINDS
 
 
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 4
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def build(encoding, axes=2, **options):
@@ -80,7 +75,7 @@ def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_posi
         # Rotations are rounded to float32; norms of states are near seven.
         torch.testing.assert_close(result.double(), expected(rotary, x, positions), atol=2e-5, rtol=0)
         torch.testing.assert_close(rotary.rotate(x, positions), result, atol=5e-6, rtol=0)
-    # Rotated there and back in float32.
+    # Rotated there and back.
     torch.testing.assert_close(rotary.undo(rotated[0], positions), query, atol=2e-5, rtol=0)
 
 
@@ -112,21 +107,16 @@ def test_layers(encoding, shared):
         torch.testing.assert_close(alone[1].double(), expected(rotary, key, positions, layer), atol=2e-5, rtol=0)
 
 
-def zoomed(positions):
-    return positions._replace(coordinates=positions.coordinates * 1.5)
+def to(change):
+    return lambda positions: positions._replace(coordinates=change(positions.coordinates))
 
 
-def displaced(positions):
-    return positions.moved(torch.tensor([0.3, -0.2], dtype=torch.float64).expand(6, 2))
-
-
-def jittered(positions):
-    generator = torch.Generator().manual_seed(1)
-    return positions._replace(coordinates=positions.coordinates + torch.rand(7, 2, generator=generator).double())
-
-
-def one_changed(positions):
-    return positions._replace(coordinates=torch.where(torch.arange(7)[:, None] == 3, 2.0, positions.coordinates))
+MOVES = (
+    to(lambda places: places * 1.5),
+    lambda positions: positions.moved(torch.tensor([0.3, -0.2], dtype=torch.float64).expand(6, 2)),
+    to(lambda places: places + torch.rand(7, 2, generator=torch.Generator().manual_seed(1)).double()),
+    to(lambda places: torch.where(torch.arange(7)[:, None] == 3, 2.0, places)),
+)
 
 
 @pytest.mark.parametrize("convention", GRID_CONVENTIONS)
@@ -135,7 +125,7 @@ def test_tokens_that_were_moved_from_their_grid(encoding, convention):
     """Where they are is what counts, whether the rotations of the grid were computed before, and kept, or not."""
     rotary = perturb(build(encoding)).eval()
     states = torch.randn(1, HEADS, 7, HEAD_DIM)
-    for move in (zoomed, displaced, jittered, one_changed):
+    for move in MOVES:
         coordinates = move(grid_positions((2, 3), convention, num_prefix_tokens=1)).coordinates.clone()
         exact = rotary.rotate(states, coordinates)
         for gradients, called in ((True, False), (False, False), (False, True)):
@@ -180,14 +170,7 @@ def test_moved_grids_in_a_graph(encoding, fresh_compiler):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_no_samples_no_tokens_and_one(encoding):
     rotary = build(encoding, num_layers=2)
-    for batch, tokens, shared in (
-        (0, 5, False),
-        (0, 5, True),
-        (2, 0, False),
-        (2, 0, True),
-        (0, 0, False),
-        (1, 1, True),
-    ):
+    for batch, tokens, shared in itertools.product((0, 1, 2), (0, 1, 5), (False, True)):
         query, key = (x.requires_grad_() for x in inputs(batch, tokens))
         positions = torch.rand(*(() if shared else (batch,)), tokens, 2)
         for given in (positions, rotary.rotations(positions)):
@@ -209,92 +192,10 @@ def test_layers_whose_rotations_are_one_block_do_not_share_it():
     assert not torch.allclose(first.blocks, second.blocks)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_image_model_rotates_as_the_layer(encoding):
-    config = LieREViTConfig(
-        hidden_size=HEADS * HEAD_DIM,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        intermediate_size=8,
-        image_size=32,
-        patch_size=8,
-        position_encoding=encoding,
-        block_size=block_size(encoding, HEAD_DIM, 2, BLOCK_SIZE),
-    )
-    model = LieREViTModel(config)
-    rotary = build(encoding, num_key_value_heads=HEADS, num_layers=2, rope_theta=config.rope_theta)
-    rotary.encoding.load_state_dict(model.rotary_encoding.state_dict())
-    positions = model.grid_positions((4, 4), torch.device("cpu"))
-    query, key = inputs(tokens=17, key_heads=HEADS)
-    for layer, rotation in enumerate(model.rotations(positions)):
-        of_model = [rotation.change_basis(x) for x in (query, key)]
-        of_model = torch.matmul(*[x if i == 0 else x.mT for i, x in enumerate(rotation.rotate(*of_model))])
-        for given in (positions, positions.coordinates):
-            rotated_query, rotated_key = rotary(query, key, given, layer=layer)
-            # Scores of 48 channels: sums of norms near 50.
-            torch.testing.assert_close(rotated_query @ rotated_key.mT, of_model, atol=5e-5, rtol=0)
-
-
-@pytest.mark.parametrize("encoding", COMMUTING)
-def test_scores_of_cross_attention_depend_on_differences_of_positions(encoding):
-    rotary = build(encoding, axes=3).double()
-    positions, key_positions = torch.randn(5, 3).double(), torch.randn(2, 7, 3).double()
-    query, key = states().double(), states(tokens=7, heads=KEY_HEADS).double()
-
-    def scores(shift):
-        rotated, keys = rotary(query, key, positions + shift, key_positions + shift)
-        return rotated @ keys.repeat_interleave(HEADS // KEY_HEADS, 1).mT
-
-    shift = torch.tensor([3.7, -20.0, 0.1]).double()
-    # Without parameters in float64, cos and sin are float32.
-    atol = 1e-10 if KINDS[encoding].learned else 5e-6
-    torch.testing.assert_close(scores(shift), scores(0.0), atol=atol, rtol=0)
-
-
-def test_scores_of_free_generators_depend_on_the_origin():
-    rotary = build("liere")
-    query, key = inputs()
-    positions = torch.randn(5, 2)
-    near, far = (
-        torch.matmul(q, k.repeat_interleave(2, 1).mT)
-        for q, k in (rotary(query, key, positions + shift) for shift in (0.0, 1.0))
-    )
-    assert (near - far).abs().max() > 0.1
-
-
-class Attention(nn.Module):
-    """Causal attention with grouped queries, with or without a cache of rotated keys."""
-
-    def __init__(self, rotary):
-        super().__init__()
-        self.rotary, width = rotary, HEADS * HEAD_DIM
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj, self.v_proj = (nn.Linear(width, KEY_HEADS * HEAD_DIM) for _ in range(2))
-
-    def heads(self, projection, x):
-        return projection(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
-
-    def forward(self, x, positions):
-        query, key = self.rotary(self.heads(self.q_proj, x), self.heads(self.k_proj, x), positions)
-        return scaled_dot_product_attention(query, key, self.heads(self.v_proj, x), is_causal=True, enable_gqa=True)
-
-    def step(self, x, positions, cache):
-        cache.append((self.rotary.rotate(self.heads(self.k_proj, x), positions), self.heads(self.v_proj, x)))
-        key, value = (torch.cat(parts, dim=2) for parts in zip(*cache))
-        query = self.rotary.rotate(self.heads(self.q_proj, x), positions)
-        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-
-@pytest.mark.parametrize("encoding", on_axes(1))
-def test_keys_that_were_rotated_once_and_kept(encoding):
-    attention = Attention(build(encoding, axes=1)).eval()
-    x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.arange(6.0).unsqueeze(-1)
-    with torch.no_grad():
-        whole, cache = attention(x, positions), []
-        for token in range(6):
-            part = slice(token, token + 1)
-            step = attention.step(x[:, part], positions[part], cache)
-            torch.testing.assert_close(step, whole[:, :, part], atol=1e-5, rtol=0)
+def scores(rotary, q_proj, k_proj, x, positions):
+    states = (projection(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for projection in (q_proj, k_proj))
+    query, key = rotary(*states, positions)
+    return query @ key.repeat_interleave(HEADS // KEY_HEADS, 1).mT
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -304,19 +205,22 @@ def test_keys_that_were_rotated_once_and_kept(encoding):
 def test_folding_keeps_the_scores(encoding, axes, size):
     size = block_size(encoding, HEAD_DIM, axes, size)
     rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, axes, encoding, size, num_key_value_heads=KEY_HEADS)
-    attention = Attention(perturb(rotary)).eval()
-    x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.randn(6, axes)
-    folded = copy.deepcopy(attention)
-    assert folded.rotary.fold(folded.q_proj, folded.k_proj) is folded.rotary
-    with torch.no_grad():
-        torch.testing.assert_close(folded(x, positions), attention(x, positions), atol=1e-5, rtol=0)
-    changed = not torch.equal(folded.q_proj.weight, attention.q_proj.weight)
+    width = HEADS * HEAD_DIM
+    parts = perturb(rotary).eval(), nn.Linear(width, width), nn.Linear(width, width * KEY_HEADS // HEADS)
+    folded, query, key = copy.deepcopy(parts)
+    x, positions = torch.randn(3, 6, width), torch.randn(6, axes)
+    assert folded.fold(query, key) is folded
+    # Sums over heads of 48 channels.
+    torch.testing.assert_close(
+        scores(folded, query, key, x, positions), scores(*parts, x, positions), atol=2e-5, rtol=0
+    )
+    changed = not torch.equal(query.weight, parts[1].weight)
     assert changed == (not KINDS[encoding].planar)
     if changed:
         with pytest.raises(ValueError, match="folded"):
             folded.train()
         with pytest.raises(ValueError, match="folded already"):
-            folded.rotary.fold(folded.q_proj, folded.k_proj)
+            folded.fold(query, key)
 
 
 def test_folding_of_several_layers_changes_nothing_if_one_cannot_be_folded():
@@ -338,23 +242,6 @@ def test_folding_of_several_layers_changes_nothing_if_one_cannot_be_folded():
         build("liere").fold(queries[0], keys[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_half_types(encoding, dtype):
-    rotary = build(encoding)
-    positions = torch.rand(2, 5, 2)
-    query, key = (x.to(dtype) for x in inputs())
-    query, key = rotary(query, key, positions)
-    assert query.dtype == key.dtype == dtype
-    torch.manual_seed(0)
-    again = build(encoding)
-    positions = torch.rand(2, 5, 2)
-    for result, x in zip((query, key), inputs()):
-        exact = expected(again, x.to(dtype), positions)
-        # Sums of four products of numbers up to four, each rounded.
-        assert (result.double() - exact).abs().max() < 16 * torch.finfo(dtype).eps
-
-
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_gradients(encoding):
     """Of states and generators against finite differences, with grouped queries and other positions of keys."""
@@ -374,48 +261,14 @@ def test_gradients(encoding):
     assert torch.autograd.gradcheck(scores, (query, key, *values), fast_mode=True, atol=1e-6)
 
 
-# Compiling takes seconds: planes, dense blocks and a product of rotations stand for the others.
-@pytest.mark.parametrize("encoding", slow_except(("rope_mixed", "liere", "spherical_rope"), ENCODINGS))
-def test_one_graph(encoding, fresh_compiler):
-    rotary = build(encoding)
-    positions = torch.randn(2, 5, 2)
-    query, key = inputs()
-    compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)
-    for result, eager in zip(compiled(query, key, positions), rotary(query, key, positions)):
-        torch.testing.assert_close(result, eager, atol=1e-5, rtol=0)
-
-
-def test_autocast_keeps_the_types_of_the_states():
-    rotary = build("comrope_ld")
-    positions = torch.randn(5, 2)
-    query, key = inputs()
-    exact = rotary(query, key, positions)
-    with torch.autocast("cpu", torch.bfloat16):
-        for result, x in zip(rotary(query, key, positions), exact):
-            torch.testing.assert_close(result, x, atol=1e-5, rtol=0)
-
-
-def test_saved_and_loaded(tmp_path):
-    rotary = build("comrope_ld", num_layers=2)
-    torch.save(rotary.state_dict(), tmp_path / "rotary.pt")
-    torch.manual_seed(1)
-    other = build("comrope_ld", num_layers=2)
-    other.load_state_dict(torch.load(tmp_path / "rotary.pt", weights_only=True))
-    query, key = inputs()
-    positions = torch.randn(5, 2)
-    for one, same in zip(rotary(query, key, positions, layer=1), other(query, key, positions, layer=1)):
-        assert torch.equal(one, same)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_one_of_several_layers_is_named(shared):
     rotary = build("rope_mixed", num_layers=3, share_layers=shared)
     (query, key), positions = inputs(), torch.zeros(5, 2)
     for given in (positions, rotary.rotations(positions)):
-        with pytest.raises(ValueError, match="layer=None: this module has rotations of 3 layers; accepted: 0 … 2"):
-            rotary(query, key, given)
-        with pytest.raises(ValueError, match="layer=None: this module has rotations of 3 layers; accepted: 0 … 2"):
-            rotary.rotate(key, given)
+        for call in (partial(rotary, query, key), partial(rotary.rotate, key)):
+            with pytest.raises(ValueError, match="layer=None: this module has rotations of 3 layers; accepted: 0 … 2"):
+                call(given)
     with pytest.raises(ValueError, match="positions are a list; accepted are"):
         rotary.rotate(key, rotary.rotations(positions)[:2], layer=0)
 
