@@ -19,6 +19,7 @@ from ..rotation.bases import shared_eigenbases
 
 # Full graphs can neither set a `ContextVar` nor read class attributes of a subclass of `threading.local`.
 _running = threading.local()
+_running.passes, shared_eigenbases.known = (), None  # a graph that finds none would not serve a second pass
 AnyPass = TypeVar("AnyPass", bound="Pass")
 
 

@@ -22,9 +22,7 @@ class LieREPatchEmbeddings(nn.Module):
         self.num_channels = config.num_channels
         self.patch_shape = config.patch_shape
         convolution = {2: nn.Conv2d, 3: nn.Conv3d}[config.num_axes]
-        self.projection = convolution(
-            config.num_channels, config.hidden_size, kernel_size=config.patch_shape, stride=config.patch_shape
-        )
+        self.projection = convolution(self.num_channels, config.hidden_size, self.patch_shape, stride=self.patch_shape)
 
     def grid(self, pixels: torch.Tensor) -> tuple[int, ...]:
         """
