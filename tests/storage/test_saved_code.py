@@ -15,6 +15,7 @@ from slow_cases import slow_except
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, patch
+from hf_liere.auto import load_checkpoint
 from hf_liere.encoding.kinds import ENCODINGS
 from hf_liere.patching.modeling_patched import rotary_config
 from hf_liere.plain import model_code
@@ -114,6 +115,10 @@ def test_saved_models_load_and_are_saved_again_without_the_package(tiny, tiny_vi
     sentence = "This model needs the package hf_liere: run `pip install .` in a clone of it."
     plain = "transformers_modules True True True True"
     assert found == {kind: plain if kind in PLAIN_KINDS else sentence for kind in kinds}
+    for kind in ("image", "video", "tokens"):
+        before, after = (load_checkpoint(tmp_path / folder)[0] for folder in (kind, f"{kind}-again"))
+        assert type(before) is type(after) and before.config.to_diff_dict() == after.config.to_diff_dict()
+        assert all(torch.equal(after.state_dict()[name], value) for name, value in before.state_dict().items())
 
 
 def test_stubs_import_the_package_where_it_is(tiny, tiny_video, tmp_path):
