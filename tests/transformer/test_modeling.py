@@ -201,24 +201,6 @@ def test_rotary_parameters(tiny):
     assert [name for name, _ in model.rotary_parameters()] == names
 
 
-TRUNCATED = {"position_encoding": "absolute", "position_table_resize": "truncate"}
-
-
-@pytest.mark.parametrize(
-    "shape, message",
-    [
-        ((2, 3, 8, 8), r"\(2, 3, 8, 8\) must be \(batch, frames, channels, height, width\)"),
-        ((2, 5, 3, 8, 8), r"\(5, 8, 8\) is not divisible .*\(2, 4, 4\)"),
-        ((2, 4, 1, 8, 8), "1 channels.*num_channels=3"),
-    ],
-)
-def test_bad_clips(tiny_video, shape, message):
-    with pytest.raises(ValueError, match=message):
-        hf_liere.LieREVideoModel(tiny_video())(torch.zeros(shape))
-    with pytest.raises(ValueError, match=r"\(8, 2\).*\(8, 3\)"):
-        hf_liere.LieREVideoModel(tiny_video())(torch.zeros(2, 4, 3, 8, 8), positions=torch.rand(8, 2))
-
-
 def test_norms_that_are_too_large_give_nan(tiny):
     """The number of squarings suffices up to 3.2 · 2¹⁶, whatever the host of an accelerator does not read."""
     model = classifier(tiny(position_encoding="liere", block_size=8))
