@@ -28,7 +28,19 @@ from hf_liere.patching.libraries.rotations import find_coordinates
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 from diffusers.hooks import apply_group_offloading  # noqa: E402
-from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, VARIANTS, ZEROS, run, sd3, vary  # noqa: E402
+from diffusion_cases import (  # noqa: E402
+    BLOCKS,
+    BY_NAME,
+    CASES,
+    OTHER_PARTS,
+    PLANES,
+    VARIANTS,
+    ZEROS,
+    make_pipeline,
+    run,
+    sd3,
+    vary,
+)
 
 
 ROW = re.compile(r"^\| `(\w+Model)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -186,17 +198,6 @@ def test_compiled_model_is_one_graph(case, config):
             for each in (compiled, model):
                 with pytest.raises(RuntimeError, match="The given rotations are not those of one coordinate"):
                     run(each, inputs | {"image_rotary_emb": (cos * 1.01, sin)})
-
-
-# Of a pipeline of FLUX, which prompts as tensors and latents do without.
-OTHER_PARTS = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-
-
-def make_pipeline(transformer):
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = diffusers.FluxPipeline(scheduler=scheduler, transformer=transformer, **OTHER_PARTS)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def sample(pipeline):

@@ -16,14 +16,12 @@ from hf_liere.tools.hub.publishing import publish
 
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
-from diffusion_cases import BLOCKS, BY_NAME, CASES, PLANES, run  # noqa: E402
+from diffusion_cases import BLOCKS, BY_NAME, CASES, OTHER_PARTS, PLANES, make_pipeline, run  # noqa: E402
 
 from hf_liere.tools.rope_check.reading import find_diffusion_rotations  # noqa: E402
 
 
 FLUX = BY_NAME["FluxTransformer2DModel"]
-# The parts of a pipeline that prompts and latents as tensors do without.
-OTHER_PARTS = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 
 
 def learned_flux():
@@ -34,10 +32,6 @@ def learned_flux():
         for _, factors in rotary_parameters(model):
             factors[:, axes == 1] = math.log(2)
     return model
-
-
-def make_pipeline(model):
-    return diffusers.FluxPipeline(diffusers.FlowMatchEulerDiscreteScheduler(), transformer=model, **OTHER_PARTS)
 
 
 @pytest.fixture(scope="module")

@@ -378,3 +378,14 @@ def run(model, inputs):
 def outputs(model, inputs):
     """As other modules of cases name it: all tensors of the output."""
     return [run(model, inputs)]
+
+
+# The parts of a pipeline of FLUX that prompts and latents as tensors do without.
+OTHER_PARTS = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+
+
+def make_pipeline(transformer):
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.FluxPipeline(scheduler=scheduler, transformer=transformer, **OTHER_PARTS)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
