@@ -98,14 +98,14 @@ def end(number: int, frame: FrameType | None) -> None:
 
 
 def estimate(images: int) -> str:
-    """The time on two cores: four minutes for 60,000 images, half a minute of which any number of images takes."""
-    seconds = 30 + 210 * images / 60_000
+    """The time on two cores: four minutes for 60,000 images, 45 seconds of which the processes take to start."""
+    seconds = 45 + 195 * images / 60_000
     return f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
 
 
 def evaluated(images: int) -> int:
     """How many images each evaluation has, of which there are ten in training and two after it."""
-    return min(max(images // 30, 250), 2000)
+    return min(max(images // 60, 250), 1000)
 
 
 def train_and_evaluate(folder: Path, images: int) -> list[str]:

@@ -17,7 +17,7 @@ from checkout import PYTHONPATH, ROOT
 from fresh_process import run_warm
 from PIL import Image
 from safetensors.torch import load_file
-from training_helpers import TINY_MODEL, assert_same_weights, main, train, train_with_torchrun, write_parquet
+from training_helpers import SCRIPT, TINY_MODEL, assert_same_weights, main, train, train_with_torchrun, write_parquet
 from transformers import AutoModelForImageClassification
 
 
@@ -78,6 +78,23 @@ def test_logs_tell_the_rate_and_the_time_to_go(one_process):
     assert [entry["step"] for entry in rated] == [2, 3, 4, 5, 6]
     assert all(entry["examples_per_second"] > 0 for entry in rated)
     assert rated[0]["hours_to_go"] >= 0 and rated[-1]["hours_to_go"] == 0
+
+
+def test_a_log_has_two_figures_for_each_evaluation(train_file, uneven_file, tmp_path, capfd):
+    """In whole lines; the table of the last evaluation follows. With --verbose, it has all that is logged."""
+    flags = ["--train_files", train_file, "--validation_files", uneven_file, "--num_train_epochs", 2, "--do_eval"]
+    flags += ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--logging_steps", 2]
+    command = [SCRIPT, "--do_train", *TINY_MODEL, "--use_cpu", "true", "--output_dir", tmp_path / "run", *flags]
+    written = run_warm(*command)
+    pattern = r"epoch [12]: loss \d\.\d+, accuracy \d+\.\d%"
+    assert [bool(re.fullmatch(pattern, line)) for line in written.stdout.split("***")[0].splitlines()] == [True, True]
+    assert not re.search(r"\r|it/s|\d%\|", written.stdout + written.stderr)
+    train(tmp_path / "verbose", *flags, "--verbose")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    # Five logs of the loss, three evaluations, and the whole training.
+    assert len(lines) == 5 + 3 + 1 and sum("eval_loss_low" in line for line in lines) == 3
+    config = json.loads((tmp_path / "verbose" / "run_config.json").read_text())
+    assert "verbose" not in config["training"]
 
 
 def test_the_evaluation_of_uneven_batches_is_exact(one_process, uneven_file):

@@ -274,6 +274,9 @@ class RunArguments(TrainingArguments):
         "Implementation of attention, by its name in transformers, such as `eager`; by default the model's. It changes "
         "no result beyond rounding.",
     )
+    verbose: bool = flag(
+        False, "Print all that is logged, instead of the loss and the accuracy of each evaluation in training."
+    )
     per_device_eval_batch_size: int = flag(64, "Examples per process in an evaluation.")
     remove_unused_columns: bool = flag(
         False, "Must stay off: the data loader yields examples, not columns of the model."

@@ -22,8 +22,10 @@ from training.common.folders import CONFIG_FILE, ENVIRONMENT_FILE, FLAGS_FILE, W
 
 
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
-# Arguments with folders, addresses or identities: they describe where a run happened, not what it did.
-PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
+# Arguments with folders, addresses or identities, or of the log: they describe where a run happened, not what it did.
+PRIVATE_ARGUMENTS = re.compile(
+    r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio|verbose)(_|$)"
+)
 
 
 def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from training.common.messages import is_lost_worker, reason
 from training.common.process_group import leave_process_group
 from training.common.records import environment, remove_private, write_record
 from training.engine.claims import claim, giving_back, release
+from training.engine.progress import quiet_libraries
 from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.saving import StoppedError, require_writable
 
@@ -49,6 +50,7 @@ def start(main: Callable[[], Any]) -> None:
     """Runs a script. Errors that users can correct are printed as one sentence without a traceback."""
     stopped = None
     keep_freed_memory()
+    quiet_libraries()
     try:
         try:
             with printable_messages():

@@ -19,6 +19,7 @@ from hf_liere.geometry.pose_embedding import POSE_ATTENTION
 from training.common.messages import reason
 from training.data.augmentation import IGNORED_LABEL, EpochSampler
 from training.engine.finite import FirstBroken
+from training.engine.progress import print_figures
 from training.engine.pushing import HubPushes
 from training.engine.saving import WholeCheckpoints
 
@@ -48,6 +49,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        print_figures(self)
         if self.args.attn_implementation is not None:
             self._choose_attention(self.args.attn_implementation)
         self.evaluation_seconds = 0.0

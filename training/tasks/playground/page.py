@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import itertools
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from PIL import Image
 
 from hf_liere.errors import InputError
 from training.tasks.playground.pictures import (
+    EXAMPLE,
     EXTENSIONS,
     MAX_MEGABYTES,
     MAX_MEGAPIXELS,
@@ -69,7 +71,7 @@ class App:
     The page and the actions of its controls.
 
     Args:
-        checkpoints: At least one. The first two are shown initially.
+        checkpoints: At least one. The first two with the same classes are shown initially, else the first two.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint]):
@@ -116,7 +118,9 @@ class App:
         self, chosen: list[Checkpoint], source: str, size: float, number: int, upload: str | None
     ) -> tuple[str, list[tuple]]:
         if source == UPLOAD and upload is None:
-            return f"<p>Upload a picture: {', '.join(EXTENSIONS)}.</p>", []
+            if any(checkpoint.solves_puzzles for checkpoint in chosen) or not EXAMPLE.is_file():
+                return f"<p>Upload a picture: {', '.join(EXTENSIONS)}.</p>", []
+            upload = str(EXAMPLE)
         # A slider that is dragged while models change may be between two sizes.
         size = nearest_size(image_sizes(chosen, source == PUZZLE), size)
         picture, text, truth = self._picture(source, size, number, upload)
@@ -128,7 +132,8 @@ class App:
             picture, truth = draw_puzzle(number, size)
             return picture, f"Puzzle {number} at {size} × {size} px; the answer is {truth}.", truth
         picture, notes = open_picture(upload)
-        notes = [f"{picture.width} × {picture.height} px", f"seen at {size} × {size} px", *notes]
+        kind = ["an example"] if upload == str(EXAMPLE) else []
+        notes = [*kind, f"{picture.width} × {picture.height} px", f"seen at {size} × {size} px", *notes]
         return picture, f"{', '.join(notes)}.", None
 
     def _column(self, checkpoint: Checkpoint, picture: Image.Image, size: int, truth: str | None) -> tuple:
@@ -179,7 +184,9 @@ def results(place: str) -> list[gr.components.Component]:
 
 def initial_view(app: App) -> tuple[tuple[str, str], str, range]:
     """The initial models, the source of pictures and their sizes. Beside a model for puzzles is another or none."""
-    first, *others = app.checkpoints
+    pairs = itertools.combinations(app.checkpoints.values(), 2)
+    alike = (pair for pair in pairs if sorted(pair[0].class_names) == sorted(pair[1].class_names))
+    first, *others = (checkpoint.name for checkpoint in next(alike, app.checkpoints.values()))
     solves = app.checkpoints[first].solves_puzzles
     second = next((name for name in others if not solves or app.checkpoints[name].solves_puzzles), NO_SECOND)
     for pair, source in (((first, second), PUZZLE if solves else UPLOAD), ((first, second), UPLOAD)):
@@ -196,7 +203,7 @@ def build(app: App) -> gr.Blocks:
         gr.Markdown(INTRODUCTION)
         with gr.Row():
             with gr.Column(min_width=300):
-                controls = _picture_controls(app, source, sizes)
+                controls = _picture_controls(source, sizes, app.checkpoints[pair[0]].image_size)
             with gr.Column(min_width=300):
                 first = gr.Dropdown([*app.checkpoints], value=pair[0], label="First model", elem_id="first")
                 first_results = results("first")
@@ -223,7 +230,7 @@ class PictureControls(NamedTuple):
     picture: gr.HTML
 
 
-def _picture_controls(app: App, source: str, sizes: range) -> PictureControls:
+def _picture_controls(source: str, sizes: range, size: int) -> PictureControls:
     source_input = gr.Radio([PUZZLE, UPLOAD], value=source, label="Picture", elem_id="source")
     with gr.Row(visible=source == PUZZLE, equal_height=True) as puzzle_row:
         # Side by side on phones too.
@@ -238,10 +245,10 @@ def _picture_controls(app: App, source: str, sizes: range) -> PictureControls:
         visible=source == UPLOAD,
         elem_id="upload",
     )
-    size = gr.Slider(
+    slider = gr.Slider(
         sizes[0],
         sizes[-1],
-        nearest_size(sizes, next(iter(app.checkpoints.values())).image_size),
+        nearest_size(sizes, size),
         step=sizes.step,
         label="Resolution (px)",
         info=f"Multiples of the patch, {MIN_PATCHES_PER_SIDE} … {MAX_PATCHES_PER_SIDE} patches per side. A "
@@ -249,7 +256,7 @@ def _picture_controls(app: App, source: str, sizes: range) -> PictureControls:
         buttons=[],
         elem_id="size",
     )
-    return PictureControls(source_input, puzzle_row, number, new_puzzle, upload, size, gr.HTML(elem_id="picture"))
+    return PictureControls(source_input, puzzle_row, number, new_puzzle, upload, slider, gr.HTML(elem_id="picture"))
 
 
 def _connect(app: App, page: gr.Blocks, controls: PictureControls, models: tuple, outputs: list) -> None:

@@ -14,6 +14,8 @@ MAX_MEGABYTES = 10
 # Decoded, an RGBA picture of this size takes 128 MB.
 MAX_MEGAPIXELS = 32
 PUZZLES = Arrows("test")
+# What models of photographs look at until a picture is uploaded.
+EXAMPLE = Path(__file__).resolve().parents[2] / "evidence" / "figures" / "rocket.jpg"
 
 
 def open_picture(path: str | Path) -> tuple[Image.Image, list[str]]:

@@ -14,11 +14,12 @@ from hf_liere.storage.targets import new_directory
 from training.tasks.playground.predictions import ROOT, Checkpoint
 
 
-# Modules of training/ that app.py imports. The package hf_liere is copied completely.
-MODULES = (
+# Files of training/ that app.py imports or shows. The package hf_liere is copied completely.
+FILES = (
     "__init__.py",
     "app.py",
     "data/arrows.py",
+    "evidence/figures/rocket.jpg",
     "tasks/playground/page.py",
     "tasks/playground/pictures.py",
     "tasks/playground/predictions.py",
@@ -79,8 +80,8 @@ def write_space(folder: Path, checkpoints: Sequence[Checkpoint]) -> str:
         sources = [checkpoint.repo_id or _copy_checkpoint(checkpoint, partial) for checkpoint in checkpoints]
         for path in (ROOT / "hf_liere").rglob("*.py"):
             _copy(path, partial / path.relative_to(ROOT))
-        for module in MODULES:
-            _copy(ROOT / "training" / module, partial / "training" / module)
+        for file in FILES:
+            _copy(ROOT / "training" / file, partial / "training" / file)
         _copy(ROOT / "LICENSE", partial / "LICENSE")
         (partial / "app.py").write_text(START.format(checkpoints=sources), encoding="utf-8")
         (partial / "requirements.txt").write_text(_requirements(), encoding="utf-8")
