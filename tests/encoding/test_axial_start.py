@@ -104,35 +104,6 @@ def test_models_of_tokens_take_positions_as_given(encoding, size):
     torch.testing.assert_close(model(features, positions)[0], fixed(features, positions)[0], rtol=0, atol=2e-5)
 
 
-REFUSED = [
-    ({"position_encoding": "liere", "block_size": 7}, "would cut its planes of two; accepted here: .*24"),
-    ({"position_encoding": "liere", "block_size": 16}, "leave 8 channels unrotated, axial_rope only 0"),
-    ({"position_encoding": "comrope_ld", "block_size": 8}, r"planes of several axes.*block_size in \[2, 4, 6, 12\]"),
-    (
-        {"position_encoding": "comrope_ld", "block_size": 4, "axial_layout": "interleaved"},
-        r"axial_layout='interleaved': a block would rotate planes of several axes.*block_size in \[2\]",
-    ),
-    (
-        {"position_encoding": "comrope_ap", "block_size": 6},
-        r"serve the axes in turn; accepted here: block_size in \[12\]",
-    ),
-    (
-        {"position_encoding": "circulant_string", "block_size": 6},
-        "it is for liere, .*, not for circulant_string",
-    ),
-    ({"position_encoding": "spherical_rope"}, "it is for liere, .*, not for spherical_rope"),
-    ({"position_encoding": "golden_gate_rope"}, "no parameters to initialise"),
-    ({"position_encoding": "rope_mixed", "head_dim": 2}, "head_dim=2 is too small .* a plane for each of 2 axes"),
-    ({"position_encoding": "rope_mixed", "min_frequency": 0.1}, "min_frequency=0.1 would do nothing"),
-]
-
-
-@pytest.mark.parametrize("fields, message", REFUSED)
-def test_refusals_say_why(fields, message):
-    with pytest.raises(Exception, match=message):
-        image_config(rotary_init="axial", **({"block_size": None} | fields))
-
-
 @pytest.mark.parametrize("encoding, size", [("liere", 8), ("comrope_ld", 6)])
 def test_training_moves_generators_and_inspection_shows_how_far(encoding, size, tmp_path):
     config = image_config(position_encoding=encoding, block_size=size, rotary_init="axial", num_labels=3)

@@ -31,6 +31,7 @@ MADE = {
     "layer": [LAYER],
     "so3": [partial(LieRotaryEmbedding, 2, 24, **SO3), partial(TOKENS, **SO3)],
     "so3 tokens": [partial(TOKENS, **SO3)],
+    "axial start": [partial(IMAGE, rotary_init="axial", block_size=None)],
     "pose": [PoseEmbedding],
 }
 # By what is made: its encoding, other fields, and words of the error.
@@ -211,6 +212,18 @@ FIELDS = {
         ("comrope_ld", {"frequencies": torch.rand(2, 24)}, "cannot start with these frequencies"),
         ("circulant_string", {"frequencies": torch.ones(2, 24)}, "Fourier basis"),
         ("liere", {"round_angles": True}, "round_angles=True is for planes.*accepted: rope_mixed"),
+    ],
+    "axial start": [
+        ("liere", {"block_size": 7}, "would cut its planes of two; accepted here: .*24"),
+        ("liere", {"block_size": 16}, "leave 8 channels unrotated, axial_rope only 0"),
+        ("comrope_ld", {"block_size": 8}, r"planes of several axes.*block_size in \[2, 4, 6, 12\]"),
+        ("comrope_ld", {"block_size": 4, "axial_layout": "interleaved"}, r"axial_layout='int.* several .* in \[2\]"),
+        ("comrope_ap", {"block_size": 6}, r"serve the axes in turn; accepted here: block_size in \[12\]"),
+        ("circulant_string", {"block_size": 6}, "it is for liere, .*, not for circulant_string"),
+        ("spherical_rope", {}, "it is for liere, .*, not for spherical_rope"),
+        ("golden_gate_rope", {}, "no parameters to initialise"),
+        ("rope_mixed", {"head_dim": 2}, "head_dim=2 is too small .* a plane for each of 2 axes"),
+        ("rope_mixed", {"min_frequency": 0.1}, "min_frequency=0.1 would do nothing"),
     ],
     "pose": [
         (None, {"head_dim": 18}, "head_dim=18"),
