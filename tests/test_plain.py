@@ -9,7 +9,6 @@ import torch
 from encoding_cases import ENCODINGS, OWN_PLAIN, block_size, on_axes
 
 import hf_liere
-from hf_liere.encoding.kinds import STARTS
 from hf_liere.plain import PLAIN_ENCODINGS
 from hf_liere.tools.cli import main
 
@@ -17,13 +16,10 @@ from hf_liere.tools.cli import main
 def start_cases():
     for encoding in ENCODINGS:
         for start in PLAIN_ENCODINGS[encoding].starts or (None,):
-            axes, wanted = 2, (3, 4, 8)  # closed forms, and exponentials
-            if start == "so3":
-                axes, wanted = 3, (3,)
-            elif start and STARTS[start].has_planes:
-                wanted = (8,)
-            for size in sorted({block_size(encoding, 16, 2, each) for each in wanted}):
-                yield encoding, start, axes, size
+            axes, size = (3, 3) if start == "so3" else (2, 8)
+            yield encoding, start, axes, block_size(encoding, 16, 2, size)
+    # Closed forms.
+    yield from (("liere", "uniform", axes, size) for axes in (1, 2, 3) for size in (3, 4))
 
 
 def both(encoding, start, axes, size, **fields):
