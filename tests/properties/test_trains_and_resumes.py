@@ -26,6 +26,7 @@ from training_helpers import (
     small_clip,
     weights,
     write_dual_encoder,
+    write_images,
     write_parquet,
     write_points,
 )
@@ -41,10 +42,6 @@ from training import (
 from training.data.detection_data import write_shapes
 from training.data.moving_shapes import write_moving_shapes
 from training.data.texts import byte_tokenizer
-
-
-def write_images(folder: Path) -> list[str]:
-    return of_files(write_parquet(folder / "train.parquet", 18), write_parquet(folder / "test.parquet", 13, seed=1))
 
 
 def of_files(train: str, test: str) -> list[str]:

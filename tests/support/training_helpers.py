@@ -41,6 +41,12 @@ def write_parquet(path: Path, count: int, num_labels: int = 3, seed: int = 0, si
     return str(path)
 
 
+def write_images(folder: Path, train: int = 18, test: int = 13, size: int = 16) -> list[str]:
+    """Flags of a file of pictures to train on and of one to evaluate, of another size perhaps."""
+    files = write_parquet(folder / "train.parquet", train), write_parquet(folder / "test.parquet", test, 3, 1, size)
+    return ["--train_files", files[0], "--validation_files", files[1]]
+
+
 def write_points(path: Path, count: int, seed: int = 0, per_token: bool = True) -> str:
     """Points on a line with one feature; above the middle, tokens or samples are of the class `upper`."""
     rng = np.random.default_rng(seed)

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 from checkout import ROOT
-from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measured_again, train
+from clip_training import CLASSES, TINY_RUN, ZeroShot, accuracies, but_for_rounding, measured_again, train
 from fresh_process import run_warm
 from patching_cases import CASES, IMAGE, ROTATING
 from safetensors.torch import load_file, save_file
-from training_helpers import small_clip, write_parquet
+from training_helpers import small_clip, write_images
 
 import hf_liere
 from hf_liere import is_patched, load_rotary, rotary_parameters
@@ -24,10 +24,7 @@ SCRIPT = ROOT / "training" / "clip_finetuning.py"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    train = write_parquet(folder / "train.parquet", 24)
-    test = write_parquet(folder / "test.parquet", 13, seed=1, size=24)
-    return ["--train_files", train, "--validation_files", test]
+    return write_images(tmp_path_factory.mktemp("data"), 24, 13, 24)
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +120,7 @@ def test_lora_and_rotations_load_again_by_their_own_libraries(head, clip_folder,
     if head == "classifier":
         assert accuracies(results)["patched", 16] == measured_again(model, data, 16)
     else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        tokens = tokenizer([f"a photo of a {name}." for name in CLASSES], padding=True, return_tensors="pt")
-
-        class ZeroShot(torch.nn.Module):
-            def forward(self, pixel_values):
-                output = model.eval()(pixel_values=pixel_values, **tokens)
-                return type("Output", (), {"logits": output.logits_per_image})
-
-        assert accuracies(results)["patched", 16] == measured_again(ZeroShot(), data, 16)
+        assert accuracies(results)["patched", 16] == measured_again(ZeroShot(model, folder), data, 16)
 
 
 @pytest.mark.slow

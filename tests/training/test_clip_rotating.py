@@ -3,16 +3,18 @@
 import pytest
 import torch
 import transformers
-from clip_training import CLASSES, accuracies, but_for_rounding, measured_again, train
+from clip_training import ZeroShot, accuracies, but_for_rounding, measured_again, train
 from safetensors.torch import load_file
 from slow_cases import slow_except
-from training_helpers import write_dual_encoder, write_parquet
+from training_helpers import write_dual_encoder, write_images
 
 from hf_liere import is_patched, load_rotary, rotary_parameters
 from training.clip_finetuning import main
 
 
 ROTATING = "--head zero_shot --rotary_init pretrained --eval_image_sizes 16 24".split()
+# Mean and deviation of DINOv3's processor.
+IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 ENCODINGS = {
     "planes": ["--position_encoding", "rope_mixed", "--block_size", "2"],
     "blocks": ["--position_encoding", "liere"],
@@ -21,31 +23,12 @@ ENCODINGS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    files = write_parquet(folder / "train.parquet", 24), write_parquet(folder / "test.parquet", 13, seed=1, size=24)
-    return ["--train_files", files[0], "--validation_files", files[1]]
+    return write_images(tmp_path_factory.mktemp("data"), 24, 13, 24)
 
 
 @pytest.fixture(scope="module")
 def dual_encoder(tmp_path_factory):
     return write_dual_encoder(tmp_path_factory.mktemp("dual_encoder"))
-
-
-class ZeroShot(torch.nn.Module):
-    """Logits of the classes by the model's own forward, without the script."""
-
-    def __init__(self, model, folder):
-        super().__init__()
-        self.model = model.eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.tokens = tokenizer([f"a photo of a {name}." for name in CLASSES], padding=True, return_tensors="pt")
-
-    def forward(self, pixel_values):
-        # DINOv3's processor has the mean and deviation of ImageNet, `measured_again` has 0.5.
-        mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
-        pixel_values = ((pixel_values + 1) / 2 - mean) / std
-        output = self.model(pixel_values=pixel_values, **self.tokens)
-        return type("Output", (), {"logits": output.logits_per_image})
 
 
 @pytest.mark.parametrize("kind", slow_except(("blocks",), ENCODINGS))
@@ -56,7 +39,7 @@ def test_whole_models_train_reload_and_evaluate(kind, dual_encoder, data, tmp_pa
         model = transformers.AutoModel.from_pretrained(tmp_path / name)
         assert is_patched(model) == (name == "patched")
         for size in (16, 24):
-            assert results[name, size] == measured_again(ZeroShot(model, tmp_path / name), data, size)
+            assert results[name, size] == measured_again(ZeroShot(model, tmp_path / name, *IMAGENET), data, size)
     before, after = load_file(f"{dual_encoder}/model.safetensors"), load_file(tmp_path / "patched/model.safetensors")
     changed = {name for name, value in after.items() if name not in before or not torch.equal(value, before[name])}
     assert any("rotary_encoding" in name for name in changed) and "visual_projection.weight" in changed
@@ -76,7 +59,7 @@ def test_adapters_load_again_by_their_own_libraries(kind, dual_encoder, data, tm
     folder = tmp_path / "patched"
     base = transformers.AutoModel.from_pretrained(dual_encoder)
     model = peft.PeftModel.from_pretrained(load_rotary(base, folder / "rotary"), folder / "lora")
-    assert found["patched", 16] == measured_again(ZeroShot(model, folder), data, 16)
+    assert found["patched", 16] == measured_again(ZeroShot(model, folder, *IMAGENET), data, 16)
     names = {name for name, _ in rotary_parameters(base)}
     assert names and all(name.startswith("vision_model.rotary_encoding.") for name in names)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
-from training_helpers import TINY_RUN, main, train, weights, write_parquet
+from training_helpers import TINY_RUN, main, train, weights, write_images
 
 import hf_liere
 from training.common.arguments import InputError
@@ -16,9 +16,7 @@ from training.common.conditions import ConditionArguments, ConditionCollator, sh
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    train_file = write_parquet(folder / "train.parquet", 24)
-    return ["--train_files", train_file, "--validation_files", write_parquet(folder / "test.parquet", 13, seed=1)]
+    return write_images(tmp_path_factory.mktemp("data"), 24)
 
 
 @pytest.mark.parametrize("sizes, patch", [((8, 12), (4, 4)), ((4, 8, 4), (2, 4, 2))])

@@ -21,7 +21,7 @@ from training_helpers import (
     pictures,
     train,
     train_with_torchrun,
-    write_parquet,
+    write_images,
 )
 
 from hf_liere.storage.client import HubError
@@ -34,11 +34,7 @@ from training.engine.trainer import ClassificationTrainer
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    return [
-        *("--train_files", write_parquet(folder / "train.parquet", 40)),
-        *("--validation_files", write_parquet(folder / "test.parquet", 12, seed=1)),
-    ]
+    return write_images(tmp_path_factory.mktemp("data"), 40, 12)
 
 
 STOCHASTIC = ["--drop_path_rate", 0.2, "--position_perturbation", 0.5, "--crop_padding", 2, "--mixup_alpha", 0.8]

@@ -12,7 +12,7 @@ import torch
 import yaml
 from checkout import ROOT
 from PIL import Image
-from training_helpers import TINY_MODEL, TINY_RUN, main, write_parquet
+from training_helpers import TINY_MODEL, TINY_RUN, main, write_images
 
 import hf_liere
 from training.common.arguments import InputError
@@ -22,9 +22,7 @@ from training.evidence.reporting import result_lines, result_table, sweeps
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    train_file = write_parquet(folder / "train.parquet", 24)
-    return ["--train_files", train_file, "--validation_files", write_parquet(folder / "test.parquet", 13, seed=1)]
+    return write_images(tmp_path_factory.mktemp("data"), 24)
 
 
 @pytest.fixture(scope="module")
