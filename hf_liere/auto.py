@@ -1,6 +1,7 @@
 """Registration with the Auto classes, and the checkpoint loader; no other file of the package imports Auto classes."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,22 +10,25 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
+from .errors import require_libraries
 from .patching import modeling_patched
-from .patching.libraries import library_of
+from .patching.adapters import PEFT_WEIGHTS, load_rotary
 from .patching.modeling_patched import PREFIX, rotary_config
 from .patching.patched_configuration import TYPE_PREFIX
-from .patching.tower_patch import patched_towers
+from .patching.peft_adapters import read_labels, restore_rotations
 from .registers import closest
+from .storage.client import HubError
 from .storage.loading import (
     CheckpointError,
+    choose_place,
     find_beside,
     loading_options,
-    refuse_diffusers,
+    local_path,
     require_finite_parameters,
     require_loaded_keys,
     translate_loading_errors,
 )
-from .storage.saved_model import ADAPTER_CONFIG, SavedModel
+from .storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, LABELS, PEFT_CONFIG, SavedModel, first_line
 from .transformer import modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video
 from .transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
 from .transformer.configuration_liere_tokens import LieRETokensConfig
@@ -43,6 +47,7 @@ HEADS = {
     "TOKEN_CLS": transformers.AutoModelForTokenClassification,
     "QUESTION_ANS": transformers.AutoModelForQuestionAnswering,
 }
+GIVE_BASE = "accepted: the folder or repository of that model as base (--base)"
 CLASSIFIERS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
 
 
@@ -114,38 +119,75 @@ def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
 
 
 def load_checkpoint(
-    checkpoint: str | os.PathLike, revision: str | None = None, trust_remote_code: bool = False, dtype: str = "float32"
+    checkpoint: str | os.PathLike,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "float32",
+    base: str | os.PathLike | None = None,
 ) -> tuple[transformers.PreTrainedModel, object | None]:
     """
     Load any model that `from_pretrained` reads, of the class that its configuration names, with all of its weights and
-    in evaluation mode, and its image or video processor (`None` if it has no readable one).
+    in evaluation mode, and its image or video processor (`None` if it has no readable one). An adapter of peft is
+    merged into its base, and rotations of `save_rotary` are put into theirs.
 
     Args:
         checkpoint: Directory or repository on the Hub.
         revision: Branch, tag or commit of the repository.
         trust_remote_code: Whether the checkpoint's own code may run for models that are unknown here.
         dtype: Of the weights; `"auto"` keeps the saved one.
+        base: Directory or repository of the base of an adapter; `None` means the one that the adapter names.
 
     Raises:
-        CheckpointError: if the checkpoint does not exist, cannot be read, needs untrusted code or contains only an
-            adapter, or if weights are missing, unexpected, of another shape or not finite.
+        CheckpointError: if the checkpoint does not exist, cannot be read, needs untrusted code or is an adapter without
+            its base, or if weights are missing, unexpected, of another shape or not finite.
         HubError: if the Hub does not answer or refuses the request.
     """
-    _refuse_adapter(checkpoint)
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint, revision):
-        config = AutoConfig.from_pretrained(checkpoint, **options)
-        loader, architecture, is_ours = _loader(config, checkpoint)
-        # Report weights of another shape together with missing and unexpected ones.
-        loading = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, keys = loader.from_pretrained(checkpoint, dtype=dtype, **loading, **options)
-    if loader is AutoModel and architecture not in (None, type(model).__name__):
-        # This is the bare model of an architecture whose head only the checkpoint's own code defines.
+        kind = _kind(checkpoint, options)
+        if kind == "peft":
+            require_libraries("An adapter", "train", "peft")
+            loading = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+            model = load_peft(_fetch_adapter(checkpoint, options), base, **loading).merge_and_unload()
+        elif kind == "model":
+            model = _load_model(checkpoint, {"dtype": dtype, **options})
+        elif base is None:
+            raise CheckpointError(f"{checkpoint} contains rotations that do not name their model; {GIVE_BASE}.")
+        else:
+            model = load_rotary(load_checkpoint(base, None, trust_remote_code, dtype)[0], checkpoint, revision)
+    require_finite_parameters(model, f"The checkpoint {checkpoint}")
+    processor = _processor(checkpoint, model, options)
+    if processor is None and kind != "model":
+        processor = _processor(model.name_or_path, model, {"trust_remote_code": trust_remote_code})
+    return model.eval(), processor
+
+
+def _kind(checkpoint: str | os.PathLike, options: dict) -> str:
+    """[`SavedModel.kind`] of a folder or repository."""
+    if (folder := local_path(checkpoint)) is not None:
+        return SavedModel(folder).kind
+    kinds = {CONFIG: "model", PEFT_CONFIG: "peft", ADAPTER_CONFIG: "rotations"}
+    return next((kinds[name] for name in kinds if find_beside(str(checkpoint), name, options) is not None), "model")
+
+
+def _load_model(
+    checkpoint: str | os.PathLike, options: dict, adapted: Any = None, trained: Iterable[str] = ()
+) -> transformers.PreTrainedModel:
+    """
+    Load a model, or the base of an adapter as the class that was `adapted`. Raises [`CheckpointError`] if its weights
+    are not all there, but for those that the adapter `trained`.
+    """
+    place = choose_place(options) | {"trust_remote_code": options.get("trust_remote_code")}
+    loader, architecture, is_ours = _loader(AutoConfig.from_pretrained(checkpoint, **place), checkpoint)
+    # Report weights of another shape together with missing and unexpected ones.
+    loading = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, keys = (adapted or loader).from_pretrained(checkpoint, **loading, **options)
+    if adapted or loader is AutoModel and architecture not in (None, type(model).__name__):
+        # This is another class, or the bare model of an architecture whose head only the checkpoint's own code defines.
         keys["unexpected_keys"] = set()
     # Some Transformers models were published without the pooler, which is not used here.
-    require_loaded_keys(keys, checkpoint, () if is_ours else ("pooler.",))
-    require_finite_parameters(model, f"The checkpoint {checkpoint}")
-    return model.eval(), _processor(checkpoint, model, options)
+    require_loaded_keys(keys, checkpoint, (*trained, *(() if is_ours else ("pooler.",))))
+    return model
 
 
 def build_without_weights(
@@ -155,7 +197,6 @@ def build_without_weights(
     The model of a configuration on the meta device: as [`load_checkpoint`], but only the configuration is read. The
     checkpoint may also be a `model_type` of transformers, for its default configuration.
     """
-    _refuse_adapter(checkpoint)
     is_type = str(checkpoint) in CONFIG_MAPPING and not Path(checkpoint).exists()
     if not (is_type or Path(checkpoint).exists()) and (near := closest(checkpoint, model_types())):
         raise CheckpointError(f"{checkpoint}: neither a file or directory nor a model_type of transformers{near}.")
@@ -166,23 +207,6 @@ def build_without_weights(
         if loader is AutoModel:
             return AutoModel.from_config(config, trust_remote_code=trust_remote_code).eval()
         return loader._from_config(config).eval()
-
-
-def _refuse_adapter(checkpoint: str | os.PathLike) -> None:
-    """Raise [`CheckpointError`] for a folder with rotations that no model of transformers contains."""
-    if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
-        refuse_diffusers(checkpoint)
-        with translate_loading_errors(checkpoint):
-            (base, *_) = SavedModel(checkpoint).read_json(ADAPTER_CONFIG).get("base") or [{}]
-            library = library_of(base.get("model_type"))
-        advice = (
-            "load_rotary and save complete_model(model), which is accepted here."
-            if library == "transformers"
-            else f"load_rotary. That model is of {library}, and accepted here are Transformers models."
-        )
-        raise CheckpointError(
-            f"{checkpoint} contains rotations without a model (save_rotary): load them into their model with {advice}"
-        )
 
 
 def model_types() -> list[str]:
@@ -231,45 +255,58 @@ def load_peft(
         ImportError: if peft is not installed.
         ValueError: if the adapter does not name its base, or its rotations do not fit the base.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
+    folder = _fetch_adapter(source, {"revision": revision})
     if not isinstance(base, transformers.PreTrainedModel):
-        adapter = PeftConfig.from_pretrained(source, revision=revision)
-        base = adapter.base_model_name_or_path if base is None else base
-        if base is None:
-            raise ValueError(f"The adapter {source} does not name its base model: pass it as base.")
-        config = AutoConfig.from_pretrained(base)
-        labels = _count_labels(source, revision)
-        if labels not in (None, config.num_labels):
-            options = {"num_labels": labels, **options}
-        base = _adapted_class(adapter, config, source).from_pretrained(base, **options)
-    model = PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
-    if not any(patched_towers(model)) and find_beside(str(source), ADAPTER_CONFIG, {"revision": revision}) is not None:
-        raise ValueError(
-            f"The rotations of {source} were not put into the base, since peft is left as it is (HF_LIERE_GUARDS=0 or "
-            "uninstall_guards): call load_rotary(base, …) before, and pass the base."
-        )
-    return model
+        base = _load_base(source, folder, base, options)
+    # Also where peft is left as it is.
+    restore_rotations(base, folder, {})
+    return PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
 
 
-def _adapted_class(adapter: "PeftConfig", config: transformers.PreTrainedConfig, source: str | os.PathLike) -> Any:
-    """The class that was adapted, which may have a head that the base on disk lacks."""
-    if adapter.task_type in HEADS:
-        return HEADS[adapter.task_type]
-    if not adapter.auto_mapping:
-        return _loader(config, source)[0]
+def _fetch_adapter(source: str | os.PathLike, place: dict) -> Path:
+    """The folder with an adapter of peft, downloaded if it is on the Hub."""
+    names = (PEFT_CONFIG, LABELS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *PEFT_WEIGHTS)
+    config, *_ = (find_beside(str(source), name, place) for name in names)
+    if config is None:
+        raise ValueError(f"{source} contains no {PEFT_CONFIG}: it is not an adapter of peft.")
+    return config.parent
+
+
+def _load_base(
+    source: str | os.PathLike, folder: Path, base: str | os.PathLike | None, options: dict
+) -> transformers.PreTrainedModel:
+    """The model that the adapter in a folder was trained in, with the classes of its classifier."""
+    from peft import PeftConfig
+    from peft.utils import load_peft_weights
+
+    adapter, weights = PeftConfig.from_pretrained(folder), load_peft_weights(str(folder), device="cpu")
+    if base is None:
+        base, options = adapter.base_model_name_or_path, {"revision": adapter.revision, **options}
+    if base is None:
+        raise ValueError(f"The adapter {source} does not name its model; {GIVE_BASE}.")
+    rows = [len(value) for name, value in weights.items() if name.endswith(CLASSIFIERS)]
+    labels = read_labels(folder) or ({"num_labels": rows[0]} if rows else {})
+    trained = [name.removeprefix("base_model.model.") for name in weights]
+    adapted = _adapted_class(adapter, source)
+    try:
+        # Names of the Hub without an owner are known to transformers alone.
+        if not choose_place(options) and ("/" in str(base) or Path(base).exists()):
+            options = {**options, **loading_options(base)}
+        return _load_model(base, labels | options, adapted, trained)
+    except (CheckpointError, HubError, OSError) as error:
+        raise CheckpointError(f"{source} is an adapter of {base}; {GIVE_BASE}. {first_line(error)}") from None
+
+
+def _adapted_class(adapter: "PeftConfig", source: str | os.PathLike) -> Any:
+    """The class that was adapted, which may have a head that the base on disk lacks; `None` if it is not named."""
+    if adapter.task_type in HEADS or not adapter.auto_mapping:
+        return HEADS.get(adapter.task_type)
     name = adapter.auto_mapping["base_model_class"]
     if not hasattr(transformers, name):
         raise ValueError(f"{source} adapts a {name}, which transformers does not export: pass the model as base.")
     return getattr(transformers, name)
-
-
-def _count_labels(source: str | os.PathLike, revision: str | None) -> int | None:
-    """The rows of the classifier that was trained with an adapter; `None` if there is none."""
-    from peft.utils import load_peft_weights
-
-    weights = load_peft_weights(str(source), device="cpu", **({"revision": revision} if revision else {}))
-    return next((len(value) for name, value in weights.items() if name.endswith(CLASSIFIERS)), None)
 
 
 def _loader(

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..storage.loading import find_beside
+from ..storage.loading import find_beside, parse_json
 from ..storage.saved_code import replace_file
-from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, open_weights
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LABELS, PEFT_CONFIG, open_weights
 from .adapters import (
     PEFT_WEIGHTS,
     load_rotary,
@@ -219,8 +219,27 @@ def save_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> An
         for name, folder in folders.items():
             write_rotations(model, folder, values, is_main, name)
             if is_main:
-                _name_plain_class(type(model.get_base_model()), folder / "adapter_config.json")
+                _name_plain_class(type(model.get_base_model()), folder / PEFT_CONFIG)
+                write_labels(model.get_base_model().config, folder)
     return result
+
+
+def write_labels(config: PreTrainedConfig, folder: Path) -> None:
+    """Write the classes beside the adapter of a classifier, because the base's configuration has others or none."""
+    if "id2label" in config.to_diff_dict():
+        names = [config.id2label[number] for number in sorted(config.id2label)]
+        content = {"names": names, "problem_type": config.problem_type}
+        replace_file(folder / LABELS, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_labels(folder: Path) -> dict[str, Any]:
+    """What [`write_labels`] wrote, as fields of a configuration; empty if there is nothing."""
+    if not (path := folder / LABELS).is_file():
+        return {}
+    content = parse_json(path.read_bytes(), path)
+    names = [str(name) for name in content.get("names", ())]
+    numbers = {name: number for number, name in enumerate(names)}
+    return {"id2label": dict(enumerate(names)), "label2id": numbers, "problem_type": content.get("problem_type")}
 
 
 def _name_plain_class(kind: type, path: Path) -> None:

@@ -78,7 +78,8 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
         with translate_hub_errors(api, repo_id, revision):
             retry(lambda: api.model_info(repo_id, revision=revision), attempts=2)
     except UnreachableError:
-        if not isinstance(try_to_load_from_cache(repo_id, "config.json", revision=revision), str):
+        names = ("config.json", "adapter_config.json", "rotary_config.json")
+        if not any(isinstance(try_to_load_from_cache(repo_id, name, revision=revision), str) for name in names):
             raise
         return {"revision": revision, "local_files_only": True}
     return {"revision": revision}

@@ -16,9 +16,12 @@ from .loading import CheckpointError, explain, join_names, parse_json, refuse_di
 
 
 CONFIG = "config.json"
-# Files of an adapter: rotations saved without their model.
+# Files of rotations that are saved without their model.
 ADAPTER_CONFIG = "rotary_config.json"
 ADAPTER_WEIGHTS = "rotary.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+# The classes of an adapter of peft, which are not in the configuration of its base.
+LABELS = "labels.json"
 WEIGHTS = "model.safetensors"
 # Maps tensors to files if the weights are split.
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -62,30 +65,28 @@ class SavedModel:
         return parse_json(self.read(name), self.folder / name)
 
     @cached_property
-    def is_adapter(self) -> bool:
-        """Whether there are only rotations, of `save_rotary`. Raises `ValueError` if another model is beside them."""
+    def kind(self) -> str:
+        """
+        What is saved: a `"model"`, `"rotations"` of `save_rotary`, or `"peft"`, an adapter of peft, with rotations or
+        without. Raises `ValueError` for a model and an adapter in one folder.
+        """
 
         def present(*names: str) -> list[str]:
             return [name for name in names if (self.folder / name).is_file()]
 
-        adapter, of_peft = present(ADAPTER_CONFIG, ADAPTER_WEIGHTS), present("adapter_config.json")
         complete = present(CONFIG, WEIGHTS, WEIGHTS_INDEX)
+        adapter = present(PEFT_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         if adapter and complete:
             raise ValueError(
                 f"{self} contains a complete model ({', '.join(complete)}) and an adapter ({', '.join(adapter)}): move "
                 "the adapter's files into another folder, and name the folder that you mean."
             )
-        if adapter and of_peft:
-            raise ValueError(
-                f"{self} contains rotations ({', '.join(adapter)}) and an adapter of peft ({', '.join(of_peft)}), "
-                "which would be left out: publish both with push_to_hub of peft, or move the rotations elsewhere."
-            )
-        return bool(adapter)
+        return ("peft" if PEFT_CONFIG in adapter else "rotations") if adapter else "model"
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The configuration of the model or the adapter; empty if there is none."""
-        name = ADAPTER_CONFIG if self.is_adapter else CONFIG
+        """The configuration of the model or of the rotations; empty if there is none."""
+        name = CONFIG if self.kind == "model" else ADAPTER_CONFIG
         return self.read_json(name) if self.has(name) else {}
 
     @property
@@ -105,10 +106,10 @@ class SavedModel:
         # transformers also looks for the single file first.
         if self.has(WEIGHTS_INDEX) and not (self.folder / WEIGHTS).is_file():
             return shards(self.folder / WEIGHTS_INDEX)
-        files = [path for name in (WEIGHTS, ADAPTER_WEIGHTS) if (path := self.folder / name).is_file()]
-        if not files:
-            raise ValueError(f"{self} contains no {WEIGHTS}: it is not a saved model.")
-        return files
+        first = {"model": WEIGHTS, "rotations": ADAPTER_WEIGHTS, "peft": "adapter_model.safetensors"}[self.kind]
+        if not (self.folder / first).is_file():
+            raise ValueError(f"{self} contains no {first}: it is not a saved {self.kind}.")
+        return [path for name in (first, ADAPTER_WEIGHTS) if (path := self.folder / name).is_file()]
 
     @cached_property
     def _headers(self) -> dict[str, tuple[Path, torch.Size]]:

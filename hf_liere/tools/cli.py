@@ -87,6 +87,7 @@ CHECKPOINT = argument("checkpoint", "directory or repository on the Hub")
 NEW_DIRECTORY = "directory to write; it must not exist or be empty"
 REVISION = argument("--revision", "branch, tag or commit of the repository")
 REPO_ID = argument("repo_id", "repository on the Hub")
+BASE = argument("--base", "model that an adapter was trained on, if not where it says", metavar="CHECKPOINT")
 TRUST = argument("--trust_remote_code", "run code of the checkpoint, if its model is unknown here", action="store_true")
 
 
@@ -152,6 +153,7 @@ def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None = Non
     CHECKPOINT,
     argument("output", "file to write, ending in .onnx, .pt2 or .gguf"),
     REVISION,
+    BASE,
     argument("--image_size", "fixed input size (or two)", type=int, nargs="+", metavar="SIZE"),
     argument("--num_frames", "fixed number of video frames", type=int),
     argument("--dynamic_size", "whether inputs may have any size", type=parse_value, metavar="true|false"),
@@ -197,6 +199,7 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None = None
     ),
     argument("--batch_size", "images at a time (8)", type=int),
     REVISION,
+    BASE,
     argument("--compare", "a second model, shown beside the first", dest="compare_with", metavar="CHECKPOINT"),
     argument("--compare_revision", "branch, tag or commit of its repository"),
     TRUST,
@@ -216,6 +219,7 @@ def run_inspect(checkpoint: str, output: str, **options: Any) -> str:
     argument("--attention", "picture to write (.png, .svg, .pdf): where the model looks, by layer", metavar="PICTURE"),
     argument("--json", "print json instead of lines", action="store_true", dest="as_json"),
     REVISION,
+    BASE,
     TRUST,
 )
 def run_predict(checkpoint: str, files: list[str], as_json: bool = False, **options: Any) -> str:

@@ -40,6 +40,7 @@ from ..encoding.positions import needs_spacing
 from ..errors import InputError, memory_shortage, require_libraries, silence
 from ..patching.tower_patch import patched_towers
 from ..probing.module_inspection import cache_name, forward_arguments
+from ..storage.saved_model import first_line
 from ..storage.targets import new_file
 from ..transformer.configuration_liere import LieREPixelConfig, pair
 
@@ -238,13 +239,9 @@ def _record(module: nn.Module, example: tuple, **options: Any) -> torch.export.E
             raise
         raise ExportError(
             f"{type(module.model).__name__} cannot be exported: its operations depend on values that a graph does not "
-            f"know, as frequencies of rope_type='dynamic' do on the length ({_first_line(error)}). Accepted: models "
+            f"know, as frequencies of rope_type='dynamic' do on the length ({first_line(error)}). Accepted: models "
             "whose operations depend on sizes alone."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
 def _subject(model: PreTrainedModel, **sizes: Any) -> _Tokens | _Pixels:
@@ -439,6 +436,7 @@ def export_checkpoint(
     output: str | os.PathLike,
     revision: str | None = None,
     opset: int | None = None,
+    base: str | os.PathLike | None = None,
     **sizes: Any,
 ) -> str:
     """
@@ -447,7 +445,7 @@ def export_checkpoint(
     Args:
         checkpoint: Directory or repository on the Hub.
         output: As in [`export_model`], like `opset` and `sizes`.
-        revision: Branch, tag or commit of the repository.
+        revision, base: See [`load_checkpoint`].
 
     Returns:
         One line: the written file, and by how much its outputs differ.
@@ -459,7 +457,7 @@ def export_checkpoint(
     output = Path(output)
     _require_format(output, opset)
     with new_file(output) as partial:
-        model, _ = load_checkpoint(checkpoint, revision, dtype="auto")
+        model, _ = load_checkpoint(checkpoint, revision, dtype="auto", base=base)
         description = _write(model, partial, opset, **sizes)
     return f"{output}: {type(model).__name__}{description}"
 
@@ -481,7 +479,7 @@ def _compare(subject: _Tokens | _Pixels, exported: Path | torch.export.ExportedP
             if memory_shortage(error) is not None:
                 raise
             raise ExportError(
-                f"{prefix}: it does not run for inputs of {shape} ({_first_line(error)}). Accepted are "
+                f"{prefix}: it does not run for inputs of {shape} ({first_line(error)}). Accepted are "
                 "models that run there; try a fixed size (dynamic_size=False), or the model in float32."
             ) from error
         for output, tensor in expected.items():

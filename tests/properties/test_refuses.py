@@ -279,7 +279,6 @@ SHARE = "accepted is finite numbers, accuracy as a share of 1"
     (lambda run: (run / "weights.json").unlink(), "was measured with unknown weights"),
     (written("config.json", "{}"), "config.json is not a configuration of hf_liere: None is none of our models"),
     (edited("config.json", architectures=["LieREViTModel"], hidden_size="wide"), "is not a configuration"),
-    (lambda run: [path.unlink() for path in run.glob("*[snl]_[rc]*.json")], "contains no README.md"),
 )
 def describe_run(folder, damage):
     save_run(folder)

@@ -20,7 +20,7 @@ from ...errors import require_libraries
 from ...patching.libraries import library_of
 from ...storage.saved_model import SavedModel
 from ...version import __version__
-from .checked_facts import RESULTS_FILE, facts_of_run, is_describable
+from .checked_facts import facts_of_run, result_of_run
 from .facts import FOLDER, METRICS, Data, Facts, FactsError, Figure, common_facts, sides_of
 
 
@@ -58,8 +58,6 @@ class Card:
     @classmethod
     def read(cls, saved: SavedModel) -> "Card":
         """Read the card of a model. Raises [`FactsError`] if it is missing, not text or rendered for other weights."""
-        if not saved.has(CARD):
-            raise FactsError(f"{saved} contains no {CARD}; accepted: a card there, or facts for one (--card).")
         try:
             text = saved.read(CARD).decode("utf-8")
         except UnicodeDecodeError:
@@ -95,7 +93,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     task, library = _task(architecture), library_of(facts.model.get("base_model_type"))
     metadata = ModelCardData(
         license=facts.license,
-        library_name=library,
+        library_name="peft" if "peft_type" in facts.model else library,
         pipeline_tag=task,
         base_model=facts.base_model,
         datasets=hub_ids or None,
@@ -135,6 +133,12 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)
 
 
+def has_card(saved: SavedModel) -> bool:
+    """Whether a card lies in a folder that is more than the form that peft writes there."""
+    form = ModelCard.from_template(ModelCardData()).text.split()
+    return saved.has(CARD) and " ".join(form) not in " ".join(saved.read(CARD).decode("utf-8", "replace").split())
+
+
 def push_card(
     saved: SavedModel,
     repo_id: str,
@@ -143,24 +147,17 @@ def push_card(
     license: str | None = None,
 ) -> Card:
     """
-    The card to publish a model with: rendered from facts and records if there are any, else the card in the folder. An
-    adapter without a card gets one that describes it. Without a `license`, that of the facts is taken.
+    The card to publish a model with: rendered from facts and records if there are any, else the card in the folder, or
+    one that describes the model. Without a `license`, that of the facts is taken.
 
-    Raises [`FactsError`] if the facts contain no figure of these weights, or contradict checkpoint, records or license.
+    Raises [`FactsError`] if the facts contradict checkpoint, records or license, or a figure is of other weights.
     """
     # Damaged weights are reported before a missing card.
     saved.require_finite_weights()
-    describes_itself = saved.is_adapter and not saved.has(CARD)
-    has_records = saved.has(RESULTS_FILE) and is_describable(saved)
-    if facts is None and not evaluations and not has_records and not describes_itself:
+    if facts is None and not evaluations and result_of_run(saved) is None and has_card(saved):
         card = Card.read(saved)
     else:
         known = facts_of_run(saved, facts, evaluations, title=repo_id.rpartition("/")[2])
-        if known.status in ("not trained", "not evaluated") and known.architecture != "adapter":
-            raise FactsError(
-                f"{known.title} is {known.status}: no figure was measured with these weights. Evaluate them with "
-                "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
-            )
         card = render_card(replace(known, license=known.license or license), repo_id)
     return card.with_license(license) if license else card
 
@@ -181,6 +178,7 @@ def _task(architecture: str) -> str | None:
     tasks = {
         "ForImageClassification": "image-classification",
         "ForVideoClassification": "video-classification",
+        "ForCausalLM": "text-generation",
         "RotaryCLIPModel": "zero-shot-image-classification",
     }
     return next((task for ending, task in tasks.items() if architecture.endswith(ending)), None)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ...auto import model_class
-from ...patching.adapters import parse_adapter
-from ...storage.saved_model import ADAPTER_CONFIG, CONFIG, SavedModel, first_line
+from ...patching.adapters import parse_adapter, require_saved_together
+from ...patching.rotary_patch import RotaryPatchConfig
+from ...storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, LABELS, PEFT_CONFIG, SavedModel, first_line
 from .facts import NUMBERS, Data, Facts, FactsError, Figure, Record, common_facts, fact, sides_of
 
 
@@ -98,69 +99,82 @@ def facts_of_run(
         **shown,
         results=results,
         model=_select(found.model, common_facts()["model_fields"]),
-        base_model=known.base_model,
+        base_model=known.base_model or found.model.get("repository"),
         converted_from=known.converted_from,
         progress=progress,
         has_processor=any(map(saved.has, PROCESSOR_CONFIGS)),
     )
 
 
-def is_describable(saved: SavedModel) -> bool:
-    """Whether a saved model can have a card: image and video models can, unless they generate text."""
+def read_patch(saved: SavedModel) -> tuple[RotaryPatchConfig, dict[str, Any]]:
+    """
+    The patch of an adapter and what it tells of its first base. Raises [`FactsError`] for an adapter without the
+    rotations that its configuration describes, or with other files than it was saved with.
+    """
+    path = saved.folder / ADAPTER_CONFIG
     try:
-        cls = model_class(saved.architecture)
-    except ValueError:
-        # `describe_checkpoint` reports models that are not ours.
-        return True
-    return any(kind in cls.input_modalities for kind in ("image", "video")) and not cls.can_generate()
+        if not saved.has(ADAPTER_CONFIG):
+            raise FactsError(f"{saved} has no {ADAPTER_CONFIG}; adapters without rotations are pushed by peft.")
+        patch, towers = parse_adapter(saved.configuration, path)
+        require_saved_together(path)
+    except ValueError as error:
+        raise FactsError(str(error)) from None
+    found = {name.partition(".")[0] for name in saved.shapes} - {"base_model"}
+    if found != set(map(str, range(len(towers)))):
+        raise FactsError(
+            f"{saved.folder / ADAPTER_WEIGHTS} contains {', '.join(sorted(saved.shapes)) or 'no tensors'}; "
+            f"{ADAPTER_CONFIG} describes {len(towers)} vision towers."
+        )
+    return patch, towers[0]
 
 
 def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
     """
     Facts of a saved model or adapter, by the names of [`Facts`], with every configuration field in `model`. Raises
-    [`FactsError`] if the configuration is unreadable, not one of ours, or that of a model without cards.
+    [`FactsError`] if the configuration is unreadable or not one of ours.
     """
-    if saved.is_adapter:
+    names: list[str] = []
+    if saved.kind == "model":
         try:
-            patch, (base, *_) = parse_adapter(saved.configuration, saved.folder / ADAPTER_CONFIG)
-        except ValueError as error:
-            raise FactsError(str(error)) from None
+            cls = model_class(saved.architecture)
+            config = cls.config_class.from_dict(saved.configuration)
+        except Exception as error:
+            # Errors of strict configurations name the field and what it accepts.
+            reason = first_line(error)
+            raise FactsError(f"{saved.folder / CONFIG} is not a configuration of hf_liere: {reason}") from None
+        architecture, values = cls.__name__, config.to_dict()
+        model = {**(values.get("vision_config") or {}), **values, **(values.get("rotary_patch") or {})}
+        if architecture.endswith("Classification"):
+            names = [str(config.id2label[number]) for number in range(config.num_labels)]
+            model["num_labels"] = config.num_labels
+    else:
+        patch, base = read_patch(saved)
         shapes = {"num_hidden_layers": base["layers"], "num_attention_heads": base["heads"]}
-        model = {**patch.to_dict(), **shapes, "base_model_type": base["model_type"]}
-        if patch.rotary_init == "pretrained":
-            # Models with RoPE have no position table to keep.
-            del model["keep_absolute"]
-        return {"architecture": "adapter", "encoding": patch.position_encoding, "model": model}
-    try:
-        cls = model_class(saved.architecture)
-        config = cls.config_class.from_dict(saved.configuration)
-    except Exception as error:
-        # Errors of strict configurations name the field and what it accepts.
-        raise FactsError(f"{saved.folder / CONFIG} is not a configuration of hf_liere: {first_line(error)}") from None
-    if not is_describable(saved):
-        raise FactsError(
-            f"{saved} contains a {cls.__name__}; cards are rendered for image and video models only. Write a "
-            "README.md there; it is published as it is, without facts and evaluations."
-        )
-    values = config.to_dict()
-    model = {**(values.get("vision_config") or {}), **values, **(values.get("rotary_patch") or {})}
-    found = {"architecture": cls.__name__, "encoding": model.get("position_encoding"), "model": model}
-    if cls.__name__.endswith("Classification"):
-        names = [str(config.id2label[number]) for number in range(config.num_labels)]
-        model["num_labels"] = config.num_labels
-        found["class_names"] = [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
-    return found
+        architecture, model = "adapter", {**patch.to_dict(), **shapes, "base_model_type": base["model_type"]}
+        if saved.kind == "peft":
+            model |= saved.read_json(PEFT_CONFIG)
+            base_name = str(model.get("base_model_name_or_path"))
+            if base_name.count("/") == 1 and not Path(base_name).exists():
+                model["repository"] = base_name
+            names = read_record(saved, LABELS).get("names", [])
+    if model.get("rotary_init") == "pretrained":
+        # Models with RoPE have no position table to keep.
+        model.pop("keep_absolute", None)
+    if names == [f"LABEL_{number}" for number in range(len(names))]:
+        names = []
+    encoding = model.get("position_encoding")
+    return {"architecture": architecture, "encoding": encoding, "model": model, "class_names": names}
 
 
 def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -> Figure | None:
     """
-    The evaluation in the output folder of a training script, or `metrics` of that run; `None` without one. Raises
+    The evaluation of images or videos in a script's output folder, or `metrics` of that run; `None` without one. Raises
     [`FactsError`] if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
     """
     metrics = read_record(saved, RESULTS_FILE) if metrics is None else metrics
-    if not metrics:
-        return None
     run = Run.of(saved)
+    if not metrics or run.image_size is None:
+        return None
     condition = _select(run.condition, ("evaluation_shuffle", "evaluation_offset"))
     if shown := ", ".join(f"{name} {value}" for name, value in condition.items() if value not in ("none", 0)):
         raise FactsError(f"{saved} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")

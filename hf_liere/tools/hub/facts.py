@@ -192,8 +192,7 @@ class Facts(Record):
         """`"measured"`, `"in training"`, `"not evaluated"` (the weights exist) or `"not trained"`."""
         if self.progress or self.results:
             return "in training" if self.progress else "measured"
-        exists = self.weights and (self.converted_from or self.architecture == "adapter")
-        return "not evaluated" if exists else "not trained"
+        return "not evaluated" if self.weights else "not trained"
 
 
 def common_facts() -> dict[str, Any]:

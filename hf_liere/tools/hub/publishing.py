@@ -39,7 +39,7 @@ from ...storage.client import (
 )
 from ...storage.saved_model import ModelFolder, SavedModel, file_digest, files_by_name
 from . import reload_check
-from .cards import Card
+from .cards import Card, has_card, push_card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
 from .pulling import pull
 from .staging import refuse_private, secret_scanner, stage, write_code_for
@@ -99,7 +99,7 @@ def push(
     Publish a saved model or adapter as one commit, and check the result on the Hub.
 
     Args:
-        folder: As for [`stage`]; its README.md is the card, unless `card` is given.
+        folder: As for [`stage`]; its README.md is the card, else that of [`push_card`], unless `card` is given.
         repo_id, revision: Repository and branch, created if missing.
         card: Output of [`cards.render_card`].
         message: Title of the commit.
@@ -113,7 +113,7 @@ def push(
         The commit; if the branch already contains the same files, its newest commit.
 
     Raises:
-        ValueError: before anything is sent: no card, private data, or not a complete model.
+        ValueError: before anything is sent: private data, or not a complete model.
         ConcurrentCommitError: if someone else committed meanwhile.
         HubError: if the Hub refuses a request, or the commit's files differ or do not load.
     """
@@ -122,7 +122,7 @@ def push(
     secret_scanner()
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
         staged, model = stage(saved, Path(temporary) / "checkpoint", max_shard_size)
-        card = card or Card.read(saved)
+        card = card or (Card.read(saved) if has_card(saved) else push_card(saved, repo_id))
         card.require_weights(saved)
         card.write(staged.folder)
         refuse_private(staged.folder, api, [saved.folder.resolve(), Path(temporary)])

@@ -19,28 +19,31 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
 def example_inputs(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """One input of the trained size; eight tokens for token models, which have no size."""
+    """One input of the trained size; three tokens of text, and eight with positions, which have no size."""
     if hasattr(config, "feature_size"):
         features, positions = (torch.linspace(-1, 1, 8 * size).sin() for size in (config.feature_size, config.num_axes))
         return {"inputs_embeds": features.view(1, 8, -1), "positions": positions.view(1, 8, -1)}
     vision = getattr(config, "vision_config", config)
+    tokens = {}
+    if hasattr(config, "text_config") or not hasattr(vision, "image_size"):
+        text = config.get_text_config()
+        tokens["input_ids"] = torch.tensor([[text.bos_token_id or 0, 1, text.eos_token_id or 2]]) % text.vocab_size
+    if not hasattr(vision, "image_size"):
+        return tokens
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size
     frames = [vision.num_frames] if hasattr(vision, "num_frames") else []
     shape = [1, *frames, vision.num_channels, height, width]
     pixels = torch.linspace(-1, 1, steps=torch.Size(shape).numel()).sin().view(shape)
-    return {"pixel_values": pixels}
+    return {"pixel_values": pixels, **tokens}
 
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All output tensors of a model in evaluation mode, in float32, by name."""
     model = model.eval()
-    inputs = {name: value.to(model.dtype) for name, value in example_inputs(model.config).items()}
-    if hasattr(model.config, "text_config"):
-        text = model.config.text_config
-        inputs["input_ids"] = torch.tensor([[text.bos_token_id or 0, 1, text.eos_token_id or 2]]) % text.vocab_size
-    values = model(**inputs)
+    inputs = example_inputs(model.config)
+    values = model(**{name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()})
     tensors = {}
     for name, value in values.items():
         for index, tensor in enumerate(value if isinstance(value, (tuple, list)) else [value]):

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from ...auto import load_checkpoint, model_class
 from ...errors import require_libraries
-from ...patching.adapters import parse_adapter
 from ...plain import processor_code
 from ...storage.client import TOKEN, token_in_use
 from ...storage.loading import CheckpointError
 from ...storage.saved_model import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     CONFIG,
+    LABELS,
+    PEFT_CONFIG,
     WEIGHTS_INDEX,
     SavedModel,
     files_by_name,
@@ -30,7 +30,7 @@ from ...storage.saved_model import (
     require_own_file,
 )
 from .cards import PICTURE
-from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS
+from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS, read_patch
 from .secrets import PLACEHOLDER, VOCABULARIES, find_named_secret, readings
 
 
@@ -47,7 +47,8 @@ RECORD_FILES = (
 TEXTS = (".jinja", ".json", ".md", ".py", ".txt", ".yaml")
 STATES = (".bin", ".pt", ".pth")
 # The files of a folder that staging reads, besides the weights.
-READ_FILES = (CONFIG, "generation_config.json", WEIGHTS_INDEX, ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)
+COPIED_FILES = (ADAPTER_CONFIG, PEFT_CONFIG, LABELS, *PROCESSOR_FILES, *RECORD_FILES)
+READ_FILES = (CONFIG, "generation_config.json", WEIGHTS_INDEX, *COPIED_FILES)
 VIDEO_SETTINGS = "video_preprocessor_config.json"
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
 # Files of earlier pushes, ours or Trainer's. A new push deletes them, because they contradict the new weights.
@@ -56,7 +57,7 @@ REPLACED = re.compile(
     r"|^(pytorch_model|model|adapter_(model|config)|rotary)[^/]*\.(bin|safetensors|json)$"
     r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
     r"|^(video_)?preprocessor_config\.json$"
-    rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, PICTURE)))})$"
+    rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, LABELS, PICTURE)))})$"
 )
 
 
@@ -78,19 +79,20 @@ def stage(
         saved.read(name)
     saved.require_finite_weights()
     target.mkdir(parents=True, exist_ok=True)
-    if saved.is_adapter:
-        model = None
-        check_adapter(saved)
-        shutil.copyfile(saved.folder / ADAPTER_WEIGHTS, target / ADAPTER_WEIGHTS)
-    else:
+    if saved.kind == "model":
         model = load_complete(saved)
         model.save_pretrained(target, max_shard_size=max_shard_size)
-    staged = SavedModel(target)
-    require_copy(saved, staged)
-    for name in filter(saved.has, (ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)):
+    else:
+        model = None
+        read_patch(saved)
+        for path in saved.weight_files:
+            shutil.copyfile(path, target / path.name)
+    for name in filter(saved.has, COPIED_FILES):
         if name.endswith(".json"):
             saved.read_json(name)
         (target / name).write_bytes(saved.read(name))
+    staged = SavedModel(target)
+    require_copy(saved, staged)
     complete_video_processor(target)
     return staged, model
 
@@ -104,16 +106,6 @@ def require_copy(saved: SavedModel, staged: SavedModel) -> None:
         raise ValueError(
             f"Loading and saving changes the weights in {saved}, so figures measured with them would not apply to the "
             "published ones. Save the loaded model with save_pretrained and evaluate that."
-        )
-
-
-def check_adapter(saved: SavedModel) -> None:
-    """Raise `ValueError` unless an adapter contains generators for the vision towers of its configuration."""
-    _, towers = parse_adapter(saved.configuration, saved.folder / ADAPTER_CONFIG)
-    if {name.partition(".")[0] for name in saved.shapes} != {str(index) for index in range(len(towers))}:
-        raise ValueError(
-            f"{saved.folder / ADAPTER_WEIGHTS} contains {', '.join(sorted(saved.shapes)) or 'no tensors'}; "
-            f"{ADAPTER_CONFIG} describes {len(towers)} vision towers."
         )
 
 

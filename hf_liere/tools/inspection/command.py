@@ -31,6 +31,7 @@ def inspect_checkpoint(
     dataset: str | None = None,
     *,
     revision: str | None = None,
+    base: str | os.PathLike | None = None,
     compare_with: str | os.PathLike | None = None,
     compare_revision: str | None = None,
     split: str | None = None,
@@ -54,7 +55,7 @@ def inspect_checkpoint(
     from .report import render_report
 
     with new_directory(output) as partial:
-        loaded = [load_checkpoint(*place, trust_remote_code) for place in checkpoints]
+        loaded = [load_checkpoint(*place, trust_remote_code, base=base) for place in checkpoints]
         is_video = _input_kind([model for model, _ in loaded]) == "videos"
         reader = FrameReader(3, getattr(loaded[0][1], "intensity_range", None))
         samples = read_samples(images, dataset, split, max_samples, is_video, reader)

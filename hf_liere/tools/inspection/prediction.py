@@ -68,6 +68,7 @@ def predict(
     top_k: int = 3,
     attention: str | os.PathLike | None = None,
     revision: str | None = None,
+    base: str | os.PathLike | None = None,
     trust_remote_code: bool = False,
 ) -> Predictions:
     """
@@ -75,12 +76,12 @@ def predict(
 
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer with a classifier that
-            `from_pretrained` reads: ours, patched or neither.
+            `from_pretrained` reads: ours, patched or neither, or an adapter of one.
         files: Images, videos, volumes, folders of frames or DICOM slices, or folders of these, such as class folders.
         top_k: Number of classes for each file, or all if there are fewer.
         attention: Picture to write, with the attention of every layer over the model's view of each file, see
             [`attention_maps`].
-        revision, trust_remote_code: See [`load_checkpoint`].
+        revision, base, trust_remote_code: See [`load_checkpoint`].
 
     Raises:
         InspectionError: if the checkpoint contains no classifier, a file is unreadable, or an option is invalid.
@@ -95,7 +96,7 @@ def predict(
     if attention is not None and Path(attention).suffix.lower() not in PICTURES:
         raise InspectionError(f"--attention {attention}: accepted are files in {', '.join(PICTURES)}.")
     with nullcontext() if attention is None else new_file(attention) as picture:
-        model, processor = load_checkpoint(checkpoint, revision, trust_remote_code)
+        model, processor = load_checkpoint(checkpoint, revision, trust_remote_code, base=base)
         names = _classes(model, checkpoint)
         tower = vision_tower(model)
         if attention is not None and tower.is_flexible:

@@ -20,7 +20,7 @@ from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.tools.cli import main
 from hf_liere.tools.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render_card
-from hf_liere.tools.hub.checked_facts import facts_of_run, is_describable
+from hf_liere.tools.hub.checked_facts import facts_of_run
 from hf_liere.tools.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
 from hf_liere.tools.hub.publishing import publish, push
 
@@ -161,14 +161,15 @@ def test_half_an_interval_is_not_shown(run):
     assert "| 62.5% |" in push_card(SavedModel(folder), "me/x").text
 
 
-def test_facts_without_figures_cannot_be_pushed(run, tmp_path, capsys):
-    folder, _ = run
+def test_a_card_without_figures_says_so(run, tmp_path):
+    folder, digest = run
     for name in ("eval_results.json", "all_results.json", "run_config.json"):
         (folder / name).unlink()
     (tmp_path / "planned.yaml").write_text("title: A plan\nencoding: liere\ndataset: cifar10\n")
-    assert main(["push", str(folder), "me/x", "--card", str(tmp_path / "planned.yaml")]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("hf-liere push: A plan is not trained") and error.count("\n") == 1
+    for facts in (load_facts(tmp_path / "planned.yaml"), None):
+        text = push_card(SavedModel(folder), "me/x", facts).text
+        assert "**Not evaluated.** Nobody has recorded an accuracy" in text and f"SHA-256 `{digest}`" in text
+        assert validate_card(text) == ([], []) and "Undefined" not in text and "None" not in text
 
 
 def test_facts_of_another_model_are_refused_with_every_contradiction(run, capsys):
@@ -307,20 +308,23 @@ def test_a_card_of_an_adapter_says_what_its_files_say(tmp_path):
     assert not re.search(r"\b(vision|image|patches|table|absolute)", prose), prose
 
 
-@pytest.mark.parametrize(
-    "architecture, described",
-    [
-        ("LieREViTForImageClassification", True),
-        # Of classes that take one kind of input, transformers gives its name, of others a tuple.
-        ("RotaryVideoMAEForVideoClassification", True),
-        ("RotaryCLIPModel", True),
-        ("RotaryLlamaForCausalLM", False),
-        ("LieRETokensForTokenClassification", False),
-    ],
-)
-def test_models_of_images_and_videos_have_cards(tmp_path, architecture, described):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    assert is_describable(SavedModel(tmp_path)) == described
+def test_models_of_tokens_and_text_have_cards_without_images(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50))
+    hf_liere.patch(llama, hf_liere.RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
+    tokens = hf_liere.LieRETokensConfig(**sizes, feature_size=2, num_axes=3, num_labels=3)
+    for model, lines in (
+        (llama, ("pipeline_tag: text-generation", "AutoModelForCausalLM.from_pretrained(", '{"input_ids": ')),
+        (hf_liere.LieRETokensForTokenClassification(tokens), ("torch.rand(1, 8, 2)", "torch.rand(1, 8, 3)")),
+    ):
+        folder = tmp_path / type(model).__name__
+        model.save_pretrained(folder)
+        # Figures of other inputs than images are on no card.
+        (folder / "eval_results.json").write_text('{"eval_accuracy": 0.5}')
+        text = push_card(SavedModel(folder), "me/x").text
+        assert validate_card(text) == ([], []) and all(line in text for line in lines), text
+        prose = re.sub(r"## Citation.*", "", text, flags=re.DOTALL)
+        assert not re.search(r"\b(vision|image|pixel|patches|None|Undefined|50\.0%)", prose), prose
 
 
 def test_a_card_of_a_model_that_no_auto_class_loads(run):
