@@ -10,7 +10,6 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from .errors import require_libraries
 from .patching import modeling_patched
 from .patching.adapters import PEFT_WEIGHTS, load_rotary
 from .patching.modeling_patched import PREFIX, rotary_config
@@ -21,9 +20,8 @@ from .storage.client import HubError
 from .storage.loading import (
     CheckpointError,
     choose_place,
-    find_beside,
     loading_options,
-    local_path,
+    locate,
     require_finite_parameters,
     require_loaded_keys,
     translate_loading_errors,
@@ -47,6 +45,7 @@ HEADS = {
     "TOKEN_CLS": transformers.AutoModelForTokenClassification,
     "QUESTION_ANS": transformers.AutoModelForQuestionAnswering,
 }
+ADAPTER_FILES = (PEFT_CONFIG, *PEFT_WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, LABELS)
 GIVE_BASE = "accepted: the folder or repository of that model as base (--base)"
 CLASSIFIERS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
 
@@ -144,11 +143,10 @@ def load_checkpoint(
     """
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint, revision):
-        kind = _kind(checkpoint, options)
+        kind = SavedModel(locate(checkpoint, (CONFIG, PEFT_CONFIG, ADAPTER_CONFIG), revision)).kind
         if kind == "peft":
-            require_libraries("An adapter", "train", "peft")
             loading = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-            model = load_peft(_fetch_adapter(checkpoint, options), base, **loading).merge_and_unload()
+            model = load_peft(checkpoint, base, revision=revision, **loading).merge_and_unload()
         elif kind == "model":
             model = _load_model(checkpoint, {"dtype": dtype, **options})
         elif base is None:
@@ -160,14 +158,6 @@ def load_checkpoint(
     if processor is None and kind != "model":
         processor = _processor(model.name_or_path, model, {"trust_remote_code": trust_remote_code})
     return model.eval(), processor
-
-
-def _kind(checkpoint: str | os.PathLike, options: dict) -> str:
-    """[`SavedModel.kind`] of a folder or repository."""
-    if (folder := local_path(checkpoint)) is not None:
-        return SavedModel(folder).kind
-    kinds = {CONFIG: "model", PEFT_CONFIG: "peft", ADAPTER_CONFIG: "rotations"}
-    return next((kinds[name] for name in kinds if find_beside(str(checkpoint), name, options) is not None), "model")
 
 
 def _load_model(
@@ -257,21 +247,12 @@ def load_peft(
     """
     from peft import PeftModel
 
-    folder = _fetch_adapter(source, {"revision": revision})
+    folder = locate(source, ADAPTER_FILES, revision)
     if not isinstance(base, transformers.PreTrainedModel):
         base = _load_base(source, folder, base, options)
     # Also where peft is left as it is.
     restore_rotations(base, folder, {})
     return PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
-
-
-def _fetch_adapter(source: str | os.PathLike, place: dict) -> Path:
-    """The folder with an adapter of peft, downloaded if it is on the Hub."""
-    names = (PEFT_CONFIG, LABELS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *PEFT_WEIGHTS)
-    config, *_ = (find_beside(str(source), name, place) for name in names)
-    if config is None:
-        raise ValueError(f"{source} contains no {PEFT_CONFIG}: it is not an adapter of peft.")
-    return config.parent
 
 
 def _load_base(

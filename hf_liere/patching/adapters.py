@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from safetensors.torch import save
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..probing.module_inspection import linear_layer
-from ..storage.loading import local_path, parse_json
+from ..storage.loading import locate, parse_json
 from ..storage.saved_code import replace_file
 from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, differing_files, file_digest, open_weights
 from .apply import attach_plans, make_plans, require_patched
@@ -231,15 +230,6 @@ def require_same_patch(model: nn.Module, config: RotaryPatchConfig, source: str 
             raise ValueError(f"{model._get_name()} is patched differently from {source} ({shown}); unpatch it first.")
 
 
-def _find_file(source: str | Path, name: str, revision: str | None) -> Path:
-    folder = local_path(source)
-    if folder is None:
-        return Path(hf_hub_download(str(source), name, revision=revision))
-    if not (folder / name).is_file():
-        raise ValueError(f"{source} contains no {name}: it was not written by save_rotary.")
-    return folder / name
-
-
 def read_adapter(
     source: str | Path, revision: str | None = None
 ) -> tuple[RotaryPatchConfig, list[dict], dict[str, torch.Tensor]]:
@@ -247,9 +237,12 @@ def read_adapter(
     Read an adapter of [`save_rotary`]: the configuration, the fingerprint of each tower, and the tensors. Raises
     `ValueError` if a file is missing, cannot be read, or was not written by [`save_rotary`].
     """
-    path = _find_file(source, ADAPTER_CONFIG, revision)
+    names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    path, weights = (locate(source, names, revision) / name for name in names)
+    if missing := [file.name for file in (path, weights) if not file.is_file()]:
+        raise ValueError(f"{source} contains no {missing[0]}: it was not written by save_rotary.")
     config, bases = parse_adapter(parse_json(path.read_bytes(), path), path)
-    with open_weights(_find_file(source, ADAPTER_WEIGHTS, revision)) as file:
+    with open_weights(weights) as file:
         return config, bases, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 

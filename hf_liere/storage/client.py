@@ -1,4 +1,4 @@
-"""Shared by publishing and pulling: the Hub's hashes, retries, and one-sentence errors."""
+"""Shared by publishing and pulling: retries, and one-sentence errors."""
 
 import re
 import time
@@ -16,7 +16,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
 from transformers.utils import logging
 
@@ -55,18 +54,6 @@ def require_inside(name: str, what: str) -> str:
     if not path.parts or path.anchor or ".." in path.parts:
         raise HubError(f"{what}={name!r} leads out of the repository; accepted are names in it, without '..'.")
     return path.as_posix()
-
-
-def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
-    """
-    Hashes of all files of a revision by path, in the format of `saved_model.file_digest`. Raises [`HubError`] if one
-    would be written elsewhere than in its repository.
-    """
-    entries = api.list_repo_tree(repo_id, revision=revision, recursive=True)
-    files = [entry for entry in entries if isinstance(entry, RepoFile)]
-    for file in files:
-        require_inside(file.path, f"{repo_id} at {revision} lists a file that would be written elsewhere: path")
-    return {file.path: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}" for file in files}
 
 
 def status_code(error: BaseException) -> int | None:

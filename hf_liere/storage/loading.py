@@ -4,13 +4,13 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
@@ -83,6 +83,15 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
             raise
         return {"revision": revision, "local_files_only": True}
     return {"revision": revision}
+
+
+def locate(checkpoint: str | os.PathLike, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """A file or folder itself, or the downloaded files of a repository; may raise CheckpointError or HubError."""
+    if (path := local_path(checkpoint)) is not None:
+        return path
+    options = loading_options(checkpoint, revision)
+    with translate_hub_errors(HfApi(), str(checkpoint), revision):
+        return Path(snapshot_download(str(checkpoint), allow_patterns=list(patterns), **options))
 
 
 def find_diffusers_config(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any] | None:

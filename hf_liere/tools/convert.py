@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ..auto import load_checkpoint
+from ..storage.loading import locate
 from ..storage.saved_model import SavedModel, file_digest
 from ..storage.targets import new_directory
 from ..transformer.configuration_liere import LieREVideoConfig, LieREViTConfig
 from ..transformer.modeling_liere import LieREPreTrainedModel
 from ..upgrades import ConversionError, resize_input, upgrade_encoding
 from .conversion.checkpoints import Conversion, convert_state_dict, require_source
-from .conversion.reading import json_beside, locate, read_checkpoint
+from .conversion.reading import FILES, json_beside, read_checkpoint
 from .hub.cards import render_card
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 
@@ -55,7 +56,7 @@ def convert_checkpoint(
     if source is not None:
         require_source(source)
     with new_directory(output) as partial:
-        local = locate(checkpoint, revision)
+        local = locate(checkpoint, FILES, revision)
         tensors, source_config = read_checkpoint(local)
         conversion = convert_state_dict(tensors, source, source_config, **options)
         statistics = _statistics(local, source_config, image_mean=image_mean, image_std=image_std)
@@ -83,7 +84,7 @@ def upgrade_checkpoint(
     if position_encoding is None and any(value is not None for value in options.values()):
         raise ConversionError(f"{', '.join(options)} describe a position encoding: please give position_encoding too.")
     with new_directory(output) as partial:
-        local = locate(checkpoint, revision)
+        local = locate(checkpoint, FILES, revision)
         kind = (json_beside(local, "config.json") or {}).get("model_type")
         if not local.is_dir() or kind not in (LieREViTConfig.model_type, LieREVideoConfig.model_type):
             raise ConversionError(

@@ -61,7 +61,7 @@ ROWS = [
     ("predict unlabelled a.png", "has a classifier without classes (num_labels=0)"),
     ("predict flexible a.png --attention looks.png", "Siglip2ForImageClassification takes images that each have"),
     ("predict resnet a.png", "ResNetForImageClassification"),
-    ("predict adapter a.png", "contains rotations that do not name their model; accepted: the folder or repository of that"),
+    ("predict adapter a.png", "contains rotations that do not name their model; accepted: the folder or"),
     ("predict typo a.png", "typo: no such file or directory"),
     # inspect
     ("inspect absent --output out", "absent: no such file or directory"),

@@ -12,9 +12,3 @@ from .timm_patch import TimmTower
 
 
 TOWERS = (DiffusionTower, TimmTower)
-
-
-def library_of(class_name: str | None) -> str:
-    """The library of a model class by its name, as adapters and cards have nothing else; else transformers."""
-    known = {kind: tower.library for tower in TOWERS for kind in tower.kinds} | {"VisionTransformerDistilled": "timm"}
-    return known.get(class_name or "", "transformers")

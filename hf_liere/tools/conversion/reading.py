@@ -1,24 +1,22 @@
 """Reads a checkpoint of another project from a file, directory or Hub repository, without executing anything in it."""
 
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ...auto import CONFIGS
 from ...patching.patched_configuration import TYPE_PREFIX
-from ...storage.client import translate_hub_errors
-from ...storage.loading import explain, loading_options, local_path, parse_json, refuse_diffusers, shards
+from ...storage.loading import explain, parse_json, refuse_diffusers, shards
 from ...upgrades import ConversionError
 
 
 OWN_MODEL_TYPES = tuple(config_class.model_type for config_class in CONFIGS)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+FILES = ("*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES))
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict | None]:
@@ -41,16 +39,6 @@ def json_beside(path: Path, name: str) -> dict | None:
     """The content of a json file beside the weights; `None` if it does not exist."""
     file = (path if path.is_dir() else path.parent) / name
     return parse_json(file.read_bytes(), file) if file.is_file() else None
-
-
-def locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:
-    """The file or directory itself, or the downloaded files of a repository; may raise CheckpointError or HubError."""
-    if (path := local_path(checkpoint)) is not None:
-        return path
-    options = loading_options(checkpoint, revision)
-    patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
-    with translate_hub_errors(HfApi(), str(checkpoint), revision):
-        return Path(snapshot_download(str(checkpoint), allow_patterns=patterns, **options))
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ...auto import model_class
 from ...encoding.kinds import ENCODINGS
 from ...errors import require_libraries
-from ...patching.libraries import library_of
+from ...patching.libraries import TOWERS
 from ...storage.saved_model import SavedModel
 from ...version import __version__
 from .checked_facts import facts_of_run, result_of_run
@@ -57,7 +57,7 @@ class Card:
 
     @classmethod
     def read(cls, saved: SavedModel) -> "Card":
-        """Read the card of a model. Raises [`FactsError`] if it is missing, not text or rendered for other weights."""
+        """Read the card of a model. Raises [`FactsError`] if it is not text, or was rendered for other weights."""
         try:
             text = saved.read(CARD).decode("utf-8")
         except UnicodeDecodeError:
@@ -90,7 +90,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     video = "num_frames" in facts.model or "Video" in architecture
     data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.dataset or UNKNOWN_DATA]
     hub_ids = list(dict.fromkeys(one.hub_id for one in data if one.hub_id))
-    task, library = _task(architecture), library_of(facts.model.get("base_model_type"))
+    task, library = _task(architecture), _library(facts.model.get("base_model_type"))
     metadata = ModelCardData(
         license=facts.license,
         library_name="peft" if "peft_type" in facts.model else library,
@@ -118,10 +118,6 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         metrics={key: label for key, label in METRICS.items() if any(key in one.numbers for one in facts.results)},
         license=_license_sentence(facts.license),
         version=__version__,
-        as_trained=_is_trained_size,
-        code=_code,
-        percent=_percent,
-        value=_value,
         sides=sides_of,
         examples="clips" if video else "images",
         folder=folder,
@@ -160,6 +156,12 @@ def push_card(
         known = facts_of_run(saved, facts, evaluations, title=repo_id.rpartition("/")[2])
         card = render_card(replace(known, license=known.license or license), repo_id)
     return card.with_license(license) if license else card
+
+
+def _library(kind: str | None) -> str:
+    """The library of a model class by its name, as adapters have nothing else; else transformers."""
+    known = {name: tower.library for tower in TOWERS for name in tower.kinds} | {"VisionTransformerDistilled": "timm"}
+    return known.get(str(kind), "transformers")
 
 
 def _license_sentence(license: str | None) -> str:
@@ -227,35 +229,3 @@ def _plot(facts: Facts, results: list[Figure]) -> bytes:
     content = io.BytesIO()
     picture.savefig(content, dpi=150, metadata={"Software": None})
     return content.getvalue()
-
-
-def _is_trained_size(facts: Facts, result: Figure) -> bool:
-    trained, size = facts.model.get("image_size"), result.image_size
-    if trained is None or result.max_num_patches != facts.recipe.get("max_num_patches"):
-        return False
-    return size[-2:] == sides_of(trained) and (len(size) == 2 or size[0] == facts.model.get("num_frames"))
-
-
-def _code(text: str) -> str:
-    """An external name as inline code in Markdown: on one line, without backticks that would end it."""
-    return f"`{' '.join(str(text).replace('`', chr(39)).split())}`"
-
-
-def _percent(result: Figure, metric: str) -> str:
-    """Value and interval for a table; losses are not percentages."""
-    if metric not in result.numbers:
-        return "not measured"
-    show = (lambda number: f"{number:.3g}") if metric == "loss" else (lambda number: f"{number:.1%}")
-    value, low, high = result.estimate(metric)
-    # If all answers are right (or wrong), all resamples are equal and the interval is meaningless.
-    return show(value) + (f" ({show(low)} – {show(high)})" if low < high else "")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-    if isinstance(value, list) and all(isinstance(item, int) for item in value):
-        return " × ".join(map(str, value))
-    return str(value)

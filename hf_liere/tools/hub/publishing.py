@@ -30,7 +30,6 @@ from transformers.utils import logging
 
 from ...storage.client import (
     HubError,
-    remote_digests,
     retry,
     status_code,
     token_in_use,
@@ -41,7 +40,7 @@ from ...storage.saved_model import ModelFolder, SavedModel, file_digest, files_b
 from . import reload_check
 from .cards import Card, has_card, push_card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
-from .pulling import pull
+from .pulling import pull, remote_digests
 from .staging import refuse_private, secret_scanner, stage, write_code_for
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
-from ...storage.client import HubError, UnreachableError, remote_digests, require_inside, retry, translate_hub_errors
+from ...storage.client import HubError, UnreachableError, require_inside, retry, translate_hub_errors
 from ...storage.saved_model import differing_files, files_by_name, require_own_file
 from ...storage.targets import new_directory
 
@@ -84,6 +85,18 @@ def pull(
     for each in source.rglob("*"):
         require_own_file(each)
     return Pulled(source, commit=snapshot.name)
+
+
+def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
+    """
+    Hashes of all files of a revision by path, in the format of `saved_model.file_digest`. Raises [`HubError`] if one
+    would be written elsewhere than in its repository.
+    """
+    entries = api.list_repo_tree(repo_id, revision=revision, recursive=True)
+    files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    for file in files:
+        require_inside(file.path, f"{repo_id} at {revision} lists a file that would be written elsewhere: path")
+    return {file.path: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}" for file in files}
 
 
 def _download_snapshot(

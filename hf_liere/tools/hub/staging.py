@@ -17,7 +17,6 @@ from ...auto import load_checkpoint, model_class
 from ...errors import require_libraries
 from ...plain import processor_code
 from ...storage.client import TOKEN, token_in_use
-from ...storage.loading import CheckpointError
 from ...storage.saved_model import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -26,7 +25,6 @@ from ...storage.saved_model import (
     WEIGHTS_INDEX,
     SavedModel,
     files_by_name,
-    first_line,
     require_own_file,
 )
 from .cards import PICTURE
@@ -114,11 +112,7 @@ def load_complete(saved: SavedModel) -> PreTrainedModel:
     if saved.weight_files and not saved.has(CONFIG):
         raise ValueError(f"{saved} contains neither {CONFIG} nor {ADAPTER_CONFIG}: it is not a saved model.")
     model_class(saved.architecture)
-    try:
-        model, _ = load_checkpoint(saved.folder, dtype="auto")
-    except CheckpointError as error:
-        raise ValueError(f"{saved} does not load as {saved.architecture}: {first_line(error)}") from None
-    return model
+    return load_checkpoint(saved.folder, dtype="auto")[0]
 
 
 def write_code_for(theirs: SavedModel, folder: Path) -> list[SavedModel]:

@@ -1,7 +1,6 @@
 """Model cards: nothing stands in one that was not measured, and the Hub accepts every one."""
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -169,7 +168,7 @@ def test_a_card_without_figures_says_so(run, tmp_path):
     for facts in (load_facts(tmp_path / "planned.yaml"), None):
         text = push_card(SavedModel(folder), "me/x", facts).text
         assert "**Not evaluated.** Nobody has recorded an accuracy" in text and f"SHA-256 `{digest}`" in text
-        assert validate_card(text) == ([], []) and "Undefined" not in text and "None" not in text
+        assert validate_card(text) == [] and "Undefined" not in text and "None" not in text
 
 
 def test_facts_of_another_model_are_refused_with_every_contradiction(run, capsys):
@@ -322,7 +321,7 @@ def test_models_of_tokens_and_text_have_cards_without_images(tmp_path):
         # Figures of other inputs than images are on no card.
         (folder / "eval_results.json").write_text('{"eval_accuracy": 0.5}')
         text = push_card(SavedModel(folder), "me/x").text
-        assert validate_card(text) == ([], []) and all(line in text for line in lines), text
+        assert validate_card(text) == [] and all(line in text for line in lines), text
         prose = re.sub(r"## Citation.*", "", text, flags=re.DOTALL)
         assert not re.search(r"\b(vision|image|pixel|patches|None|Undefined|50\.0%)", prose), prose
 
