@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor, PreTrainedModel
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from .patching import modeling_patched
@@ -36,15 +36,12 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
+Place = str | os.PathLike
 CONFIGS = (LieREViTConfig, LieREVideoConfig, LieRETokensConfig)
 # The modules with the models that their `_auto_map` names.
 MODULES = (modeling_liere, modeling_liere_heads, modeling_liere_tokens, modeling_liere_video, modeling_patched)
 # peft's names of tasks whose models have heads that a base may lack.
-HEADS = {
-    "SEQ_CLS": transformers.AutoModelForSequenceClassification,
-    "TOKEN_CLS": transformers.AutoModelForTokenClassification,
-    "QUESTION_ANS": transformers.AutoModelForQuestionAnswering,
-}
+HEADS = {"SEQ_CLS": "SequenceClassification", "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
 ADAPTER_FILES = (PEFT_CONFIG, *PEFT_WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, LABELS)
 GIVE_BASE = "accepted: the folder or repository of that model as base (--base)"
 CLASSIFIERS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
@@ -93,14 +90,14 @@ def register() -> None:
         AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
 
 
-def models_of(config_class: type[transformers.PreTrainedConfig]) -> dict[str, type[transformers.PreTrainedModel]]:
+def models_of(config_class: type[transformers.PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:
     """The model of each Auto class, by its name, for a configuration class; empty if the class is not ours."""
     places = getattr(config_class, "_auto_map", {})
     names = {auto: place.rpartition(".")[2] for auto, place in places.items() if auto != "AutoConfig"}
     return {auto: next(getattr(one, name) for one in MODULES if hasattr(one, name)) for auto, name in names.items()}
 
 
-def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
+def model_class(architecture: str | None) -> type[PreTrainedModel]:
     """
     Our model class with this name, as in `architectures` of a saved configuration. Raises `ValueError` if no model of
     ours has this name.
@@ -118,12 +115,12 @@ def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
 
 
 def load_checkpoint(
-    checkpoint: str | os.PathLike,
+    checkpoint: Place,
     revision: str | None = None,
     trust_remote_code: bool = False,
     dtype: str = "float32",
-    base: str | os.PathLike | None = None,
-) -> tuple[transformers.PreTrainedModel, object | None]:
+    base: Place | None = None,
+) -> tuple[PreTrainedModel, object | None]:
     """
     Load any model that `from_pretrained` reads, of the class that its configuration names, with all of its weights and
     in evaluation mode, and its image or video processor (`None` if it has no readable one). An adapter of peft is
@@ -145,14 +142,14 @@ def load_checkpoint(
     with translate_loading_errors(checkpoint, revision):
         kind = SavedModel(locate(checkpoint, (CONFIG, PEFT_CONFIG, ADAPTER_CONFIG), revision)).kind
         if kind == "peft":
-            loading = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+            loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
             model = load_peft(checkpoint, base, revision=revision, **loading).merge_and_unload()
         elif kind == "model":
             model = _load_model(checkpoint, {"dtype": dtype, **options})
         elif base is None:
             raise CheckpointError(f"{checkpoint} contains rotations that do not name their model; {GIVE_BASE}.")
         else:
-            model = load_rotary(load_checkpoint(base, None, trust_remote_code, dtype)[0], checkpoint, revision)
+            model = load_rotary(load_checkpoint(base, None, trust_remote_code, dtype)[0], str(checkpoint), revision)
     require_finite_parameters(model, f"The checkpoint {checkpoint}")
     processor = _processor(checkpoint, model, options)
     if processor is None and kind != "model":
@@ -160,13 +157,8 @@ def load_checkpoint(
     return model.eval(), processor
 
 
-def _load_model(
-    checkpoint: str | os.PathLike, options: dict, adapted: Any = None, trained: Iterable[str] = ()
-) -> transformers.PreTrainedModel:
-    """
-    Load a model, or the base of an adapter as the class that was `adapted`. Raises [`CheckpointError`] if its weights
-    are not all there, but for those that the adapter `trained`.
-    """
+def _load_model(checkpoint: Place, options: dict, adapted: Any = None, trained: Iterable[str] = ()) -> PreTrainedModel:
+    """A model, or an adapter's base of the `adapted` class, with all weights that the adapter has not `trained`."""
     place = choose_place(options) | {"trust_remote_code": options.get("trust_remote_code")}
     loader, architecture, is_ours = _loader(AutoConfig.from_pretrained(checkpoint, **place), checkpoint)
     # Report weights of another shape together with missing and unexpected ones.
@@ -181,8 +173,8 @@ def _load_model(
 
 
 def build_without_weights(
-    checkpoint: str | os.PathLike, revision: str | None = None, trust_remote_code: bool = False
-) -> transformers.PreTrainedModel:
+    checkpoint: Place, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """
     The model of a configuration on the meta device: as [`load_checkpoint`], but only the configuration is read. The
     checkpoint may also be a `model_type` of transformers, for its default configuration.
@@ -206,8 +198,8 @@ def model_types() -> list[str]:
 
 
 def load_peft(
-    source: str | os.PathLike,
-    base: str | os.PathLike | transformers.PreTrainedModel | None = None,
+    source: Place,
+    base: Place | PreTrainedModel | None = None,
     *,
     revision: str | None = None,
     is_trainable: bool = False,
@@ -248,16 +240,14 @@ def load_peft(
     from peft import PeftModel
 
     folder = locate(source, ADAPTER_FILES, revision)
-    if not isinstance(base, transformers.PreTrainedModel):
+    if not isinstance(base, PreTrainedModel):
         base = _load_base(source, folder, base, options)
     # Also where peft is left as it is.
     restore_rotations(base, folder, {})
     return PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
 
 
-def _load_base(
-    source: str | os.PathLike, folder: Path, base: str | os.PathLike | None, options: dict
-) -> transformers.PreTrainedModel:
+def _load_base(source: Place, folder: Path, base: Place | None, options: dict) -> PreTrainedModel:
     """The model that the adapter in a folder was trained in, with the classes of its classifier."""
     from peft import PeftConfig
     from peft.utils import load_peft_weights
@@ -270,29 +260,26 @@ def _load_base(
     rows = [len(value) for name, value in weights.items() if name.endswith(CLASSIFIERS)]
     labels = read_labels(folder) or ({"num_labels": rows[0]} if rows else {})
     trained = [name.removeprefix("base_model.model.") for name in weights]
-    adapted = _adapted_class(adapter, source)
     try:
         # Names of the Hub without an owner are known to transformers alone.
         if not choose_place(options) and ("/" in str(base) or Path(base).exists()):
             options = {**options, **loading_options(base)}
-        return _load_model(base, labels | options, adapted, trained)
+        return _load_model(base, labels | options, _adapted_class(adapter, source), trained)
     except (CheckpointError, HubError, OSError) as error:
         raise CheckpointError(f"{source} is an adapter of {base}; {GIVE_BASE}. {first_line(error)}") from None
 
 
-def _adapted_class(adapter: "PeftConfig", source: str | os.PathLike) -> Any:
+def _adapted_class(adapter: "PeftConfig", source: Place) -> Any:
     """The class that was adapted, which may have a head that the base on disk lacks; `None` if it is not named."""
-    if adapter.task_type in HEADS or not adapter.auto_mapping:
-        return HEADS.get(adapter.task_type)
-    name = adapter.auto_mapping["base_model_class"]
-    if not hasattr(transformers, name):
+    name = (adapter.auto_mapping or {}).get("base_model_class")
+    if adapter.task_type in HEADS:
+        name = f"AutoModelFor{HEADS[adapter.task_type]}"
+    if name is not None and not hasattr(transformers, name):
         raise ValueError(f"{source} adapts a {name}, which transformers does not export: pass the model as base.")
-    return getattr(transformers, name)
+    return None if name is None else getattr(transformers, name)
 
 
-def _loader(
-    config: transformers.PreTrainedConfig, checkpoint: str | os.PathLike
-) -> tuple[type[transformers.PreTrainedModel], str | None, bool]:
+def _loader(config: transformers.PreTrainedConfig, checkpoint: Place) -> tuple[type[PreTrainedModel], str | None, bool]:
     """The class that loads a model of this configuration, the architecture in it, and whether that is one of ours."""
     architecture, *others = getattr(config, "architectures", None) or [None]
     if others:
@@ -304,7 +291,7 @@ def _loader(
         return getattr(transformers, architecture or "", AutoModel), architecture, False
 
 
-def _processor(checkpoint: str | os.PathLike, model: transformers.PreTrainedModel, options: dict) -> object | None:
+def _processor(checkpoint: Place, model: PreTrainedModel, options: dict) -> object | None:
     is_video = "video" in getattr(model, "input_modalities", ())
     for auto_class in (AutoVideoProcessor, AutoImageProcessor) if is_video else (AutoImageProcessor,):
         try:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
@@ -101,11 +101,9 @@ def find_diffusers_config(checkpoint: str | os.PathLike, revision: str | None = 
     """
     for name in ("model_index.json", "config.json"):
         try:
-            folder = local_path(checkpoint)
-            hub = (str(checkpoint), name)
-            path = Path(hf_hub_download(*hub, revision=revision)) if folder is None else folder / name
+            path = locate(checkpoint, (name,), revision) / name
             content = parse_json(path.read_bytes(), path) if path.is_file() else {}
-        except (CheckpointError, EntryNotFoundError, HfHubHTTPError, OSError):
+        except (CheckpointError, HubError, OSError):
             continue
         if "_class_name" in content:
             return content

@@ -66,10 +66,7 @@ class SavedModel:
 
     @cached_property
     def kind(self) -> str:
-        """
-        What is saved: a `"model"`, `"rotations"` of `save_rotary`, or `"peft"`, an adapter of peft, with rotations or
-        without. Raises `ValueError` for a model and an adapter in one folder.
-        """
+        """A `"model"`, `"rotations"` of `save_rotary`, or an adapter of `"peft"`. Raises `ValueError` for several."""
 
         def present(*names: str) -> list[str]:
             return [name for name in names if (self.folder / name).is_file()]
@@ -198,11 +195,6 @@ def require_own_file(path: Path) -> Path:
             "remove it."
         )
     return path
-
-
-def files_by_name(folder: Path) -> dict[str, Path]:
-    """All files in a folder and the folders in it, by their names from there."""
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def file_digest(path: Path, kind: str) -> str:

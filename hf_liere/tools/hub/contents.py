@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 
 from ...storage.client import HubError
 from ...storage.saved_code import find_code, read_references
-from ...storage.saved_model import CONFIG, WEIGHTS_INDEX, SavedModel, files_by_name, first_line
+from ...storage.saved_model import CONFIG, WEIGHTS_INDEX, SavedModel, first_line
+from .pulling import files_by_name
 from .staging import REPLACED
 
 

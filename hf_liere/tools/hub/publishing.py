@@ -36,11 +36,11 @@ from ...storage.client import (
     translate_hub_errors,
     wait_to_retry,
 )
-from ...storage.saved_model import ModelFolder, SavedModel, file_digest, files_by_name
+from ...storage.saved_model import ModelFolder, SavedModel, file_digest
 from . import reload_check
 from .cards import Card, has_card, push_card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
-from .pulling import pull, remote_digests
+from .pulling import files_by_name, pull, remote_digests
 from .staging import refuse_private, secret_scanner, stage, write_code_for
 
 

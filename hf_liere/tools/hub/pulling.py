@@ -18,7 +18,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
 from ...storage.client import HubError, UnreachableError, require_inside, retry, translate_hub_errors
-from ...storage.saved_model import differing_files, files_by_name, require_own_file
+from ...storage.saved_model import differing_files, require_own_file
 from ...storage.targets import new_directory
 
 
@@ -85,6 +85,11 @@ def pull(
     for each in source.rglob("*"):
         require_own_file(each)
     return Pulled(source, commit=snapshot.name)
+
+
+def files_by_name(folder: Path) -> dict[str, Path]:
+    """All files in a folder and the folders in it, by their names from there."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:

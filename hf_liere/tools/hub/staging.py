@@ -24,11 +24,11 @@ from ...storage.saved_model import (
     PEFT_CONFIG,
     WEIGHTS_INDEX,
     SavedModel,
-    files_by_name,
     require_own_file,
 )
 from .cards import PICTURE
 from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS, read_patch
+from .pulling import files_by_name
 from .secrets import PLACEHOLDER, VOCABULARIES, find_named_secret, readings
 
 
