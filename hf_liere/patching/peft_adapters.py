@@ -214,6 +214,7 @@ def save_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> An
     if is_main and not is_patched(model):
         for folder in folders.values():
             remove_rotations(folder)
+            (folder / LABELS).unlink(missing_ok=True)
     result = wrapped(*args, **kwargs)
     if is_patched(model):
         for name, folder in folders.items():

@@ -71,17 +71,28 @@ def test_it_loads_as_the_model_that_was_trained(made):
     assert model.config.problem_type == "multi_label_classification"
 
 
-def test_commands_take_it_with_the_base_that_they_are_told(made, moved, capsys):
+@pytest.mark.parametrize("base", [None, "me/other"])
+@pytest.mark.parametrize("command", ["predict {} a.png", "inspect {} --output out", "export {} a.onnx"])
+def test_commands_ask_for_a_base_that_is_not_there(command, base, made, moved, capsys, monkeypatch):
+    monkeypatch.chdir(made.root)
+    typed = [*command.format(moved / "adapter").split(), *([] if base is None else ["--base", base])]
+    assert main(typed) == 1
+    advice = "accepted: the folder or repository of that model as base (--base)"
+    assert f"is an adapter of {base or 'me/dinov2'}; {advice}" in capsys.readouterr().err
+
+
+def test_the_prediction_is_that_of_the_trained_model(made, moved, capsys):
     adapter, picture = str(moved / "adapter"), str(made.root / "a.png")
-    assert main(["predict", adapter, picture, "--json"]) == 1
-    error = capsys.readouterr().err
-    assert "is an adapter of me/dinov2; accepted: the folder or repository of that model as base (--base)" in error
-    base = ["--base", str(moved / "base")]
-    assert main(["predict", adapter, picture, "--json", *base]) == 0
+    assert main(["predict", adapter, picture, "--json", "--base", str(moved / "base")]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     # Several labels at once: sigmoids.
     assert found["answers"][0]["label"] == made.likeliest
     assert found["answers"][0]["score"] == pytest.approx(made.logits.max().sigmoid().item(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_files_and_reports_have_the_names_of_the_classes(made, moved):
+    adapter, picture, base = str(moved / "adapter"), str(made.root / "a.png"), ["--base", str(moved / "base")]
     assert main(["export", adapter, str(moved / "a.onnx"), *base]) == 0
     (metadata,) = onnx.load(moved / "a.onnx").metadata_props
     assert list(json.loads(metadata.value)["id2label"].values()) == NAMES

@@ -16,6 +16,7 @@ from training_helpers import small_clip, write_images
 
 import hf_liere
 from hf_liere import is_patched, load_rotary, rotary_parameters
+from hf_liere.auto import load_checkpoint
 from training.clip_finetuning import main
 
 
@@ -119,6 +120,11 @@ def test_lora_and_rotations_load_again_by_their_own_libraries(head, clip_folder,
     assert any(value.abs().max() > 0 for name, value in model.named_parameters() if "lora_B" in name)
     if head == "classifier":
         assert accuracies(results)["patched", 16] == measured_again(model, data, 16)
+        for name in ("patched", "unpatched"):
+            whole, processor = load_checkpoint(tmp_path / name / "lora")
+            assert accuracies(results)[name, 16] == measured_again(whole, data, 16)
+            assert list(whole.config.id2label.values()) == list(CLASSES)
+            assert processor.to_dict() == transformers.AutoImageProcessor.from_pretrained(tmp_path / name).to_dict()
     else:
         assert accuracies(results)["patched", 16] == measured_again(ZeroShot(model, folder), data, 16)
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from hf_liere import RotaryPatchConfig, is_patched, load_rotary, save_rotary, un
 from hf_liere.errors import InputError
 from hf_liere.patching.adapters import read_adapter
 from hf_liere.patching.modeling_patched import plan
+from hf_liere.patching.peft_adapters import write_labels
 from hf_liere.storage.saved_model import ADAPTER_CONFIG
 from training.common.arguments import flag, require_numbers
 from training.common.help import WRITTEN
@@ -151,16 +152,24 @@ def unwrap_peft(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def save_patched(model: nn.Module, folder: Path) -> None:
+def save_patched(model: nn.Module, folder: Path, *processors: Any) -> None:
     """
-    Saves what loads without the scripts: `rotary` for `load_rotary`, and either `lora` for peft or the whole model.
+    Saves what loads without the scripts: `rotary` for `load_rotary`, and either `lora` for peft and `hf-liere`, with
+    the names of its classes, or the whole model.
 
     Args:
         model: a transformers model, patched or not, or a peft model around it.
+        processors: of images or text, saved beside the adapter or the model.
     """
     if is_patched(model):
         save_rotary(model, folder / ROTARY, overwrite=True)
-    model.save_pretrained(folder if unwrap_peft(model) is model else folder / LORA)
+    base = unwrap_peft(model)
+    place = folder if base is model else folder / LORA
+    model.save_pretrained(place)
+    if base is not model:
+        write_labels(base.config, place)
+    for processor in processors:
+        processor.save_pretrained(place)
 
 
 @dataclasses.dataclass(frozen=True)

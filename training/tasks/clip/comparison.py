@@ -213,10 +213,10 @@ class Comparison:
 
     def _save(self, classifier: Classifier, folder: Path) -> None:
         if self.args.process_index == 0:
-            self.processor.save_pretrained(folder)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(folder)
-            save_patched(classifier.model, folder)
+            processors = [self.processor, *([] if self.tokenizer is None else [self.tokenizer])]
+            for processor in processors:
+                processor.save_pretrained(folder)
+            save_patched(classifier.model, folder, *processors)
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
         """Freezes what is not trained; returns the number of trained parameters."""

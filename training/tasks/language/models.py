@@ -159,4 +159,4 @@ class LanguageTrainer(ClassificationTrainer):
     def save_finished(self, folder: str) -> None:
         if self.args.should_save:
             self.processing_class.save_pretrained(folder)
-            save_patched(self.model.model, Path(folder))
+            save_patched(self.model.model, Path(folder), self.processing_class)
