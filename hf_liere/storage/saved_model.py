@@ -71,14 +71,14 @@ class SavedModel:
         def present(*names: str) -> list[str]:
             return [name for name in names if (self.folder / name).is_file()]
 
-        complete = present(CONFIG, WEIGHTS, WEIGHTS_INDEX)
-        adapter = present(PEFT_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+        complete, adapter = present(CONFIG, WEIGHTS, WEIGHTS_INDEX), present(ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         if adapter and complete:
             raise ValueError(
                 f"{self} contains a complete model ({', '.join(complete)}) and an adapter ({', '.join(adapter)}): move "
                 "the adapter's files into another folder, and name the folder that you mean."
             )
-        return ("peft" if PEFT_CONFIG in adapter else "rotations") if adapter else "model"
+        of_peft = present(PEFT_CONFIG) and not complete
+        return "peft" if of_peft else "rotations" if adapter else "model"
 
     @property
     def configuration(self) -> dict[str, Any]:
