@@ -8,6 +8,7 @@ import torch
 from fresh_process import run_code
 from PIL import Image
 from transformers import (
+    AutoBackbone,
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
@@ -82,6 +83,17 @@ def test_two_architectures_are_refused(tiny, tmp_path):
         CheckpointError, match="names the architectures LieREViTModel, LieREViTForImageClassification; "
     ):
         load_checkpoint(tmp_path)
+
+
+def test_auto_classes_know_models_without_a_head(tiny, tiny_video):
+    tokens = hf_liere.LieRETokensConfig(hidden_size=48, num_hidden_layers=1, num_attention_heads=2)
+    for auto, config, expected in (
+        (AutoModel, tiny(), hf_liere.LieREViTModel),
+        (AutoBackbone, tiny(), hf_liere.LieREViTBackbone),
+        (AutoModel, tiny_video(), hf_liere.LieREVideoModel),
+        (AutoModel, tokens, hf_liere.LieRETokensModel),
+    ):
+        assert type(auto.from_config(config)) is expected
 
 
 def test_backbone_loads_a_classifier(checkpoint, tmp_path):
