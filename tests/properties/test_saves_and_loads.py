@@ -83,7 +83,8 @@ def test_half_types_round_all_but_rotations(name, tmp_path):
     model.save_pretrained(tmp_path / "float32")
     half = restore(type(model), tmp_path / "float32", dtype=torch.bfloat16)
     for key, value in model.named_parameters():
-        assert torch.equal(half.get_parameter(key), value if "rotary_encoding" in key else value.bfloat16()), key
+        wanted, found = value if "rotary_encoding" in key else value.bfloat16(), half.get_parameter(key)
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted), key
     half.save_pretrained(tmp_path / "bfloat16")
     again = restore(type(model), tmp_path / "bfloat16", dtype="auto")
     inputs = rounded(inputs)
