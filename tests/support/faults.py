@@ -203,7 +203,20 @@ FAULTS = tuple(
             "return projections(attention)[:1] or",
             "patching/test_adapters.py::test_adapter_knows_its_base_in_another_precision_and_not_one_that_was_trained",
         ),
+        # Graphs.
+        (
+            "Pass",
+            "_running.passes, shared_eigenbases.known = (), None",
+            "_running.passes = ()",
+            "properties/test_compiles.py::test_every_batch_has_one_graph[patched siglip2]",
+        ),
         # Files.
+        (
+            "LieRETokensConfig",
+            "if getattr(self, name, None) is not None",
+            "if hasattr(self, name)",
+            "storage/test_saved_code.py::test_saved_models_load_and_are_saved_again_without_the_package",
+        ),
         (
             "shards",
             "if Path(name).name != name",
