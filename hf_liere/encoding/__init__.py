@@ -5,4 +5,4 @@ Start with `positions.py` and `rotary_encoding.py`, which has LieRE; `commuting_
 `string_encodings.py` and `fixed_encodings.py` define the others, and `rotary_fields.py` documents their fields.
 """
 
-from . import commuting_encodings, fixed_encodings, placement, starts, string_encodings  # noqa: F401 (they register)
+from . import commuting_encodings, fixed_encodings, placement, shares, starts, string_encodings  # noqa: F401 (they register)

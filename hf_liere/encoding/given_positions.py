@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from ..fast.dispatch import batches_layers, values_are_unknown, working_dtype
 from ..rotation.exponential import skew
-from .kinds import start_of
+from .kinds import orientations_of
 from .positions import TokenPositions, needs_spacing
 
 
@@ -84,8 +84,8 @@ def warn_of_units(config, positions: torch.Tensor, encoding: Any = None) -> None
     """
     if not positions.numel() or values_are_unknown(positions, *(encoding.parameters() if encoding else ())):
         return
-    if start_of(config).takes_orientations:
-        if (positions.norm(dim=-1) > 2 * math.pi).any():
+    if orientations := orientations_of(config):
+        if any((positions[..., axes].norm(dim=-1) > 2 * math.pi).any() for axes in orientations):
             logger.warning_once(
                 "Some rotation vectors are longer than 2π, a full turn: their length is an angle in radians. "
                 "torch.deg2rad converts degrees."

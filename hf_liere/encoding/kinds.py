@@ -55,6 +55,7 @@ DIVISORS_BY_AXIS = BlockSizes(
     " times {axes} axes must divide head_dim={head_dim} for {encoding} (each block serves one axis)",
     8,
 )
+WHOLE = BlockSizes(lambda size, head_dim, _: size == head_dim, ": every share has its own block_size", None)
 EVEN_DIVISORS = BlockSizes(
     lambda size, head_dim, _: head_dim % size == 0 and size % 2 == 0,
     " must be even and divide head_dim={head_dim} for {encoding}, whose blocks are made of planes",
@@ -74,13 +75,19 @@ def encoding_of(config) -> Any:
 
 def generators_commute(config) -> bool:
     """Whether the rotations of a rotary encoding are relative for any values of its parameters."""
-    return encoding_of(config).commutes or config.block_size == 2
+    return encoding_of(config).commuting(config)
 
 
 def needs_exponential(config) -> bool:
     """Whether rotations need a matrix exponential, so that folding stores them as constants."""
     encoding = encoding_of(config)
-    return encoding is not None and not encoding.product and not generators_commute(config)
+    return encoding is not None and encoding.exponential(config)
+
+
+def orientations_of(config) -> list[list[int]]:
+    """The axes of every orientation among the positions of a configuration, three each, see `spins`."""
+    encoding = encoding_of(config)
+    return [] if encoding is None else encoding.orientations(config)
 
 
 class Start:
@@ -178,7 +185,7 @@ class EncodingTraits:
     only_axes: ClassVar[int | None] = None
     pretrained: ClassVar[str] = "blocks"
     fields: ClassVar[dict[str, Any]] = {}
-    in_basis: ClassVar[bool] = False
+    in_basis: bool = False
     check: ClassVar[Callable | None] = None
     title: ClassVar[str]
     learned: ClassVar[bool]
@@ -199,3 +206,23 @@ class EncodingTraits:
     def obstacle(cls, config) -> str | None:
         """Why it cannot rotate with the sizes and fields of a configuration; `None` if it can."""
         return None
+
+    @classmethod
+    def commuting(cls, config) -> bool:
+        """See [`generators_commute`]."""
+        return cls.commutes or config.block_size == 2
+
+    @classmethod
+    def exponential(cls, config) -> bool:
+        """See [`needs_exponential`]."""
+        return not cls.product and not cls.commuting(config)
+
+    @classmethod
+    def orientations(cls, config) -> list[list[int]]:
+        """See [`orientations_of`]."""
+        return [[0, 1, 2]] if start_of(config).takes_orientations else []
+
+    @classmethod
+    def default_coordinates(cls, config) -> str:
+        """The `coordinates` that `None` means."""
+        return cls.coordinates

@@ -155,6 +155,12 @@ class TokenPositions:
         """The same positions as plain coordinates."""
         return self
 
+    def on_axes(self, axes: Sequence[int]) -> "TokenPositions":
+        """The same tokens with the coordinates of these axes alone; all axes of a grid remain a grid."""
+        if list(axes) == list(range(self.shape[-1])):
+            return self
+        return self._replace(self.locate().coordinates[..., list(axes)])  # (…, N, axes)
+
     def unrotate_prefix(self) -> "TokenPositions":
         """The same patches, with prefix tokens at zero, where no encoding rotates them."""
         if (facts := self.facts) is not None:
@@ -287,6 +293,10 @@ class GroupedPositions(NamedTuple):
     def unrotate_prefix(self) -> "GroupedPositions":
         """As [`TokenPositions.unrotate_prefix`]."""
         return self._replace(groups=tuple(group.unrotate_prefix() for group in self.groups))
+
+    def on_axes(self, axes: Sequence[int]) -> "GroupedPositions":
+        """As [`TokenPositions.on_axes`]."""
+        return self._replace(groups=tuple(group.on_axes(axes) for group in self.groups))
 
     def padded(self, num_tokens: int) -> torch.Tensor:
         """(B, num_tokens, A) coordinates of all samples, zero for padding."""

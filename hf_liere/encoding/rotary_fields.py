@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict, validated_field
+from huggingface_hub.errors import StrictDataclassError
 
 from ..registers import UserFile
 from .kinds import ANY, ENCODINGS, STARTS, encoding_of, needs_exponential, start_of
@@ -47,7 +48,10 @@ class RotaryFields:
             `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
             `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
             axes, for images), `"liere_product"` (products of rotations of planes, with a learned basis for every axis;
-            relative along the first axis).
+            relative along the first axis). A list of (name, fields) divides the channels of every head among several:
+            `[("liere", {"rotary_init": "so3", "share": 0.75, "axes": [0, 1, 2]}), ("rope_mixed", {"axes": [3]})]`. The
+            fields are those below, `share` (of the channels, rounded to whole blocks; equal ones by default) and `axes`
+            (of the positions; all by default). It is saved as `"shares"` with these `shares`.
         block_size (`int`, *optional*):
             Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
             `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
@@ -91,9 +95,12 @@ class RotaryFields:
             angle in radians, of orientations from body to world. R(p) represents the rotation, R(p)ᵀR(q) the relative
             one p⁻¹q, and attention does not change when the world is turned, p → g·p. Training moves the generators,
             and mixes the spins of a block, unless `requires_grad_(False)` keeps them.
+        shares (`list`, *optional*): The encodings of `"shares"`, [name, fields] each, see `position_encoding`.
     """
 
-    position_encoding: str = validated_field(lambda name: ENCODINGS.check(name, *UNROTATED), default="liere")
+    position_encoding: str | list = validated_field(
+        lambda name: None if isinstance(name, list) else ENCODINGS.check(name, *UNROTATED), default="liere"
+    )
     block_size: int | None = None
     share_heads: bool = False
     share_layers: bool = False
@@ -105,9 +112,17 @@ class RotaryFields:
     unrotated_share: float | int | None = None
     axial_layout: Literal["blocks", "interleaved"] | None = None
     spins: list[int] | None = None
+    shares: list | None = None
+
+    def name_shares(self) -> None:
+        """Write a list of encodings as the field `shares` of the encoding of that name."""
+        if isinstance(self.position_encoding, list):
+            named = [[each, {}] if isinstance(each, str) else list(each) for each in self.position_encoding]
+            self.position_encoding, self.shares = "shares", named
 
     def fill_in_rotations(self) -> None:
         """Replace `None` by the default of the encoding or its start, if it has one."""
+        self.name_shares()
         encoding = encoding_of(self)
         if encoding is None:
             return
@@ -127,11 +142,13 @@ class RotaryFields:
     def user_files(self) -> list[UserFile]:
         """The files in which users registered the encoding, its start and its convention of coordinates."""
         named = (
-            (ENCODINGS, self.position_encoding),
+            (ENCODINGS, str(self.position_encoding)),
             (STARTS, self.rotary_init),
             (CONVENTIONS, getattr(self, "coordinates", None)),
         )
         found = [file for register, name in named for file in register.files(name)]
+        if self.shares is not None:
+            found += [file for part, _ in share_configs(self) for file in part.user_files()]
         return list(dict.fromkeys(found))
 
 
@@ -167,7 +184,62 @@ class EncodingConfig(RotaryFields):
 
 
 # Fields of some encodings or starts.
-OWN_FIELDS = ("min_frequency", "max_frequency", "unrotated_share", "axial_layout", "spins")
+OWN_FIELDS = ("min_frequency", "max_frequency", "unrotated_share", "axial_layout", "spins", "shares")
+
+
+class Share(NamedTuple):
+    """
+    Attributes:
+        config: Of an encoding, for heads of as many channels as its share has.
+        axes: The axes of the positions that it rotates by.
+    """
+
+    config: EncodingConfig
+    axes: list[int]
+
+
+def share_configs(config) -> list[Share]:
+    """
+    The encodings that share the heads of a configuration. Raises `ValueError` for shares that do not fit a head.
+    """
+    num_axes, rest, total, found = config.num_axes, config.head_dim, 0.0, []
+    for each in config.shares:
+        if not (isinstance(each, (list, tuple)) and list(map(type, each)) == [str, dict]):
+            raise ValueError(f"shares: {each!r}; accepted: the name of an encoding and a dictionary of its fields.")
+        name, fields = each[0], dict(each[1])
+        axes, share = fields.pop("axes", [*range(num_axes)]), fields.pop("share", 1 / len(config.shares))
+        total += share
+        fits = share > 0 and total < 1 + 1e-6
+        if not axes or sorted(set(axes)) != sorted(axes) or not set(axes) <= {*range(num_axes)} or not fits:
+            raise ValueError(
+                f"shares: {name} has axes={axes} and share={share}; accepted: different axes among 0 … {num_axes - 1}, "
+                "and parts of the head that are positive and together at most 1."
+            )
+        ENCODINGS.check(name)
+        step = fields.get("block_size") or ENCODINGS[name].block_sizes.default or 2
+        step *= len(axes) if ENCODINGS[name].serves_one_axis else 1
+        if rest < step:
+            raise ValueError(
+                f"shares: {name} needs {step} channels or more, and {rest} of a head of {config.head_dim} are left; "
+                "accepted: smaller shares or blocks."
+            )
+        # Whole blocks, at least one.
+        width = min(max(round(share * config.head_dim / step), 1), rest // step) * step
+        rest -= width
+        sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
+        try:
+            part = EncodingConfig(
+                **{"position_encoding": name, "share_heads": config.share_heads, **fields},
+                **sizes,
+                share_layers=config.share_layers,
+                head_dim=width,
+                num_axes=len(axes),
+                folded_grids=None if config.folded_grids is None else [],
+            )
+        except (TypeError, StrictDataclassError) as error:
+            raise ValueError(f"shares: {name} with {fields} on {width} channels: {error.__cause__ or error}") from None
+        found.append(Share(part, list(axes)))
+    return found
 
 
 def require_modules(values: Mapping[str, Any], modules: Sequence[str] | None) -> None:
@@ -233,7 +305,7 @@ class GridFields:
     def fill_in_coordinates(self) -> None:
         """Replace `None` by the default coordinates of the encoding, if it rotates."""
         if self.coordinates is None and (encoding := encoding_of(self)) is not None:
-            self.coordinates = encoding.coordinates
+            self.coordinates = encoding.default_coordinates(self)
 
 
 def rotated_prefix(config, coordinate: float = 0.5) -> float:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -10,7 +11,7 @@ from torch import nn
 
 from ..encoding.folding import build_encoding, fold_encoding
 from ..encoding.given_positions import check_coordinates, warn_of_units
-from ..encoding.kinds import ENCODINGS, generators_commute, start_of
+from ..encoding.kinds import ENCODINGS, generators_commute, needs_exponential, orientations_of
 from ..encoding.positions import GridPositions, TokenPositions
 from ..encoding.rotary_fields import EncodingConfig
 from ..encoding.starts import check_start, start_at
@@ -18,7 +19,7 @@ from ..fast.dispatch import values_are_unknown
 from ..probing.planes import channel_pairs
 from ..probing.tables import Tables
 from ..registers import check_name
-from ..rotation.grouped_rotation import Rotation
+from ..rotation.grouped_rotation import Rotation, SharedRotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.projections import check_foldable, fold_into, reorder_channels
 from ..rotation.rotation import BlockRotation, PlaneRotation, TokenRotation
@@ -55,7 +56,8 @@ class LieRotaryEmbedding(Tables):
         num_heads: Number of query heads.
         head_dim: Channels of a head.
         num_axes: Number A of axes of a position, 1 to 6.
-        position_encoding: A rotary encoding of [`RotaryFields`], such as `"liere"`, `"rope_mixed"` or `"comrope_ld"`.
+        position_encoding: A rotary encoding of [`RotaryFields`], such as `"liere"`, `"rope_mixed"` or `"comrope_ld"`,
+            or a list of those that share a head.
         block_size: Size b of the diagonal blocks of the generators; `None` means that of [`RotaryFields`].
         num_key_value_heads: Number of key heads, a divisor of `num_heads`; `None` means `num_heads`. Generators belong
             to key heads: queries use those of the key head that they attend to.
@@ -89,7 +91,7 @@ class LieRotaryEmbedding(Tables):
         num_heads: int,
         head_dim: int,
         num_axes: int,
-        position_encoding: str = "liere",
+        position_encoding: str | list = "liere",
         block_size: int | None = None,
         *,
         num_key_value_heads: int | None = None,
@@ -103,12 +105,13 @@ class LieRotaryEmbedding(Tables):
         num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         if min(num_heads, num_key_value_heads) < 1 or num_heads % num_key_value_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_key_value_heads={num_key_value_heads}.")
-        check_name("position_encoding", position_encoding, ENCODINGS)
+        if isinstance(position_encoding, str):
+            check_name("position_encoding", position_encoding, ENCODINGS)
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
         pairs = None
         if frequencies is not None:
-            check_start(position_encoding, fields)
+            check_start("shares" if isinstance(position_encoding, list) else position_encoding, fields)
             fields["rotary_init"] = "zeros"
             pairs = channel_pairs(pairing, head_dim, frequencies.shape[-1])
         elif pairing != "adjacent":
@@ -280,7 +283,7 @@ class LieRotaryEmbedding(Tables):
         encoding, config = self.encoding, self.config
         if config.folded_grids is not None:
             raise ValueError("The rotations are folded already.")
-        if not (generators_commute(config) or encoding.in_basis):
+        if needs_exponential(config) or not (generators_commute(config) or encoding.in_basis):
             raise ValueError(
                 f"The generators of {config.position_encoding} with block_size={config.block_size} do not commute, so "
                 "no basis of the projections makes their rotations cheaper; keep the result of rotations(positions) "
@@ -347,10 +350,10 @@ class LieRotaryEmbedding(Tables):
         is_grid = isinstance(positions, GridPositions)
         if not is_grid:
             check_coordinates(positions.coordinates)
-        elif start_of(self.config).takes_orientations:
+        elif orientations_of(self.config):
             raise ValueError(
-                f"positions are those of a grid of patches; with rotary_init={self.config.rotary_init!r} they are "
-                "orientations, rotation vectors of shape (tokens, 3) or (batch, tokens, 3)."
+                "positions are those of a grid of patches; with rotary_init='so3' they are orientations, rotation "
+                "vectors of shape (tokens, 3) or (batch, tokens, 3)."
             )
         if len(positions.shape) not in (2, 3) or positions.shape[-1] != self.num_axes:
             raise ValueError(
@@ -364,7 +367,7 @@ class LieRotaryEmbedding(Tables):
 
     def _rotation(
         self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int | None, states: torch.Tensor
-    ) -> TokenRotation:
+    ) -> Any:
         """The rotation of a layer for (B, H, N, D) states."""
         layer = 0 if layer is None and self.num_layers == 1 else layer
         if layer is None or not 0 <= layer < self.num_layers:
@@ -375,7 +378,7 @@ class LieRotaryEmbedding(Tables):
         rotation = None
         if isinstance(positions, (list, tuple)) and len(positions) == self.num_layers:
             rotation = positions[layer]
-        if isinstance(rotation, (PlaneRotation, BlockRotation)):
+        if isinstance(rotation, (PlaneRotation, BlockRotation, SharedRotation)):
             samples, tokens = rotation.num_samples(), rotation.num_tokens()
         else:
             positions, rotation = self._check_positions(positions), None

@@ -5,7 +5,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from ..encoding.kinds import ENCODINGS, STARTS, start_of
+from ..encoding.kinds import ENCODINGS, STARTS, orientations_of
 from ..encoding.positions import CONVENTIONS, needs_spacing
 from ..encoding.rotary_fields import OWN_FIELDS, GridFields, RotaryFields, check_format_version, default_rotate_prefix
 from ..registers import check_name
@@ -72,6 +72,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
+        self.name_shares()
         self._check_types()
         check_format_version(self.format_version, FORMAT_VERSION)
         check_name("position_encoding", self.position_encoding, ENCODINGS)
@@ -90,9 +91,9 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             raise ValueError(
                 f"absolute_weight={self.absolute_weight} belongs to keep_absolute='fade', not {self.keep_absolute!r}."
             )
-        if start_of(self).takes_orientations:
+        if orientations_of(self):
             raise ValueError(
-                f"rotary_init={self.rotary_init!r} is for tokens whose positions are orientations, not for patches or "
+                "rotary_init='so3' is for tokens whose positions are orientations, not for patches or "
                 "words; accepted: 'zeros', 'pretrained' and others of RotaryFields."
             )
         if not ENCODINGS[self.position_encoding].rotary_inits and self.rotary_init is not None:

@@ -544,6 +544,43 @@ class CirculantString(LieRotary):
         return circulant - circulant.mT
 
 
+class Shares(LieRotary):
+    """Several encodings, each with a share of the channels of a head, in whole blocks, and its own axes."""
+
+    starts = ()
+    default_size = None
+    fields = {"shares": [["liere", {}], ["rope_mixed", {}]]}
+    accepts = staticmethod(lambda size, head_dim, num_axes: size == head_dim)
+
+    def make_parameters(self) -> None:
+        self.parts, self.axes = nn.ModuleList(), []
+        for name, given in self.shares:
+            kind, fields = ENCODINGS[name], {"share_heads": self.share_heads, **given}
+            axes, size = fields.pop("axes", [*range(self.num_axes)]), fields.pop("block_size", None)
+            step = (size or kind.default_size or 2) * (len(axes) if kind is ComRoPEAxialPartition else 1)
+            share = round(fields.pop("share", 1 / len(self.shares)) * self.head_dim / step)
+            width = min(max(share, 1), (self.head_dim - sum(each.head_dim for each in self.parts)) // step) * step
+            sizes = {"num_key_value_heads": self.key_heads, "num_layers": self.num_layers}
+            self.parts.append(kind(self.num_heads, width, len(axes), size, **sizes, **fields))
+            self.axes.append(axes)
+
+    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Those of the shares, in a block of the whole head: (1 or B, heads, N, 1, D, D) for every layer."""
+        found = [part.rotations(positions[..., axes]) for part, axes in zip(self.parts, self.axes)]
+        # Fixed frequencies are those of every layer.
+        return [self.join(*layer) for layer in zip(*(each * (self.num_layers // len(each)) for each in found))]
+
+    def join(self, *rotations: torch.Tensor) -> torch.Tensor:
+        sizes, first = torch.broadcast_shapes(*(each.shape[:3] for each in rotations)), 0
+        whole = torch.eye(self.head_dim, dtype=rotations[0].dtype, device=self.device).repeat(*sizes, 1, 1)
+        for part, blocks in zip(self.parts, rotations):
+            for index, block in enumerate(blocks.unbind(3)):
+                channels = slice(start := first + index * part.block_size, start + part.block_size)
+                whole[..., channels, channels] = block
+            first += part.head_dim
+        return whole.unsqueeze(3)
+
+
 ENCODINGS = {
     "axial_rope": AxialRoPE,
     "golden_gate_rope": GoldenGateRoPE,
@@ -555,4 +592,5 @@ ENCODINGS = {
     "circulant_string": CirculantString,
     "spherical_rope": SphericalRoPE,
     "liere_product": LieREProduct,
+    "shares": Shares,
 }

@@ -4,19 +4,7 @@ import torch
 
 from .bases import change_basis
 from .grouped_rotation import Rotation
-from .rotation import TokenRotation
-
-
-def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """R(p) q and R(p) k as [`PlaneRotation.rotate`], of queries and keys in the basis of the model."""
-    final = rotation.final_basis()
-    if rotation.basis is None or final is None:
-        return rotation.rotate(query, key)
-    # In half types the two changes of basis would round the states twice more.
-    wide = torch.promote_types(query.dtype, torch.float32)
-    rotated = rotation.rotate(*(change_basis(states.to(wide), rotation.basis) for states in (query, key)))
-    back = final.transpose(-1, -2)
-    return tuple(change_basis(states, back).to(query.dtype) for states in rotated)
+from .rotation import TokenRotation, rotate_pair
 
 
 def rotate_back(rotation: Rotation, states: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Query and key projections in the basis of commuting rotations: on the fly in training, folded for inference."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from .grouped_rotation import Rotation
 
 # torch has no public name for hooks of all modules; without this private one, assume that there are none.
 _has_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+# That of a head, or of each of its shares, `None` without one, with its number of channels.
+Basis: TypeAlias = "torch.Tensor | tuple[tuple[torch.Tensor | None, int], ...]"
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
@@ -40,7 +43,7 @@ def check_foldable(projections: Iterable[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor, output: nn.Module | None = None) -> None:
+def fold_into(projections: Sequence[nn.Module], basis: Basis, output: nn.Module | None = None) -> None:
     """
     Change the weights of query, key or value projections to the eigenbasis of their rotations, permanently.
 
@@ -61,14 +64,23 @@ def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor, output: nn.
         output.weight.copy_(to_folded(output.weight.T, basis).T)
 
 
-def to_folded(rows: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+def to_folded(rows: torch.Tensor, basis: Basis) -> torch.Tensor:
     """
     (H · D, …) channels of all heads in the basis of their rotations. Those that odd blocks do not rotate go to the end
     of a head.
 
     Args:
-        basis: (1 or key heads, blocks, b, b); a key head serves a group of neighbouring query heads.
+        basis: (1 or key heads, blocks, b, b); a key head serves a group of neighbouring query heads. Of shares of a
+            head, the basis of each or `None`, and its number of channels.
     """
+    if isinstance(basis, tuple):
+        widths = [width for _, width in basis]
+        shares = rows.unflatten(0, (-1, sum(widths))).split(widths, dim=1)  # (H, width, …) each
+        folded = [
+            share if own is None else to_folded(share.flatten(0, 1), own).view_as(share)
+            for share, (own, _) in zip(shares, basis)
+        ]
+        return torch.cat(folded, dim=1).flatten(0, 1)
     key_heads, blocks, size, _ = basis.shape
     channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)  # (blocks, b)
     in_planes = size - size % 2

@@ -203,6 +203,18 @@ class BlockRotation(NamedTuple):
 TokenRotation = PlaneRotation | BlockRotation
 
 
+def rotate_pair(rotation: TokenRotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """R(p) q and R(p) k as [`PlaneRotation.rotate`], of queries and keys in the basis of the model."""
+    final = rotation.final_basis()
+    if rotation.basis is None or final is None:
+        return rotation.rotate(query, key)
+    # In half types the two changes of basis would round the states twice more.
+    wide = torch.promote_types(query.dtype, torch.float32)
+    rotated = rotation.rotate(*(change_basis(states.to(wide), rotation.basis) for states in (query, key)))
+    back = final.transpose(-1, -2)
+    return tuple(change_basis(states, back).to(query.dtype) for states in rotated)
+
+
 def _of_tokens(basis: torch.Tensor) -> torch.Tensor:
     """(1 or H, blocks, b, b) → (1 or H, 1, blocks, b, b) in float64, detached."""
     return basis.detach().double().unsqueeze(1)

@@ -129,6 +129,7 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     _auto_map: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self, **kwargs):
+        self.name_shares()
         encoding, size, heads = self.position_encoding, self.hidden_size, self.num_attention_heads
         # Validation refuses a division with a remainder.
         if self.head_dim is None and 0 < heads <= size and size % heads == 0:
@@ -238,6 +239,7 @@ class LieREPixelConfig(GridFields, LieREConfig):
     patch_dropout_prob: float | int = 0.0
 
     def __post_init__(self, **kwargs):
+        self.name_shares()
         self.fill_in_coordinates()
         if self.coordinates is None and self.position_table_size is not None:
             # ComRoPE's convention: its table is the one that is read at coordinates.

@@ -4,7 +4,7 @@ import dataclasses
 
 from huggingface_hub.dataclasses import strict
 
-from ..encoding.kinds import needs_exponential, start_of
+from ..encoding.kinds import needs_exponential, orientations_of
 from ..encoding.rotary_fields import FLOAT32_MAX
 from .configuration_liere import LieREConfig, LieREVideoConfig
 
@@ -77,9 +77,9 @@ class LieRETokensConfig(LieREConfig):
                 )
             if not self.uses_positions and any(value != unused for value in values):
                 raise ValueError(f"{given} would do nothing with position_encoding={encoding!r}.")
-            if start_of(self).takes_orientations and any(value != unused for value in values):
+            if any(values[axis] != unused for axes in orientations_of(self) for axis in axes):
                 raise ValueError(
-                    f"{given}: with rotary_init={self.rotary_init!r} positions are rotation vectors, which cannot be "
+                    f"{given}: with rotary_init='so3' positions are rotation vectors, which cannot be "
                     f"moved or scaled: [sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
                 )
         if self.folded_grids is not None and needs_exponential(self):

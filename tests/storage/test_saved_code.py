@@ -203,7 +203,7 @@ def test_all_checkpoints_have_the_same_code(encoding, tiny, tiny_video, tmp_path
     tiny(position_encoding=encoding, block_size=size).save_pretrained(tmp_path)
     if not ENCODINGS.files(encoding):
         assert (tmp_path / "modeling_liere.py").read_text() == model_code()
-        assert model_code().count("\n") <= 1200
+        assert model_code().count("\n") <= 1240
 
 
 SIZES_OF_BLOCKS = {"comrope_ap": 4, "circulant_string": 6}

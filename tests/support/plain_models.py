@@ -126,7 +126,22 @@ def draw_encoding(rng, axes: int) -> dict[str, Any]:
         fields |= {"min_frequency": 0.2, "max_frequency": 3.0, "unrotated_share": 0.25}
     if "axial" in (start, encoding[:5]) and rng.random() < 0.5:
         fields |= {"axial_layout": "interleaved", "rope_theta": 30.0}
+    if encoding == "shares":
+        fields |= {"block_size": None, "shares": draw_shares(rng, axes)}
+        fields.pop("rotary_init_scale", None)
     return {"position_encoding": encoding, "rotary_init": start, **fields}
+
+
+def draw_shares(rng, axes: int) -> list:
+    """Two or three encodings with channels of 24, some axes and a start that needs no others."""
+    shares = []
+    for share in rng.choice([(0.5, 0.5), (0.25, 0.75), (0.3, 0.3, 0.3), (0.5, 0.25)]):
+        own = sorted(rng.sample(range(axes), rng.randint(1, axes)))
+        name = rng.choice([name for name in OWN_PLAIN if name != "shares"])
+        start = rng.choice([start for start in (None, *PLAIN_ENCODINGS[name].starts) if start != "so3"])
+        size = rng.choice([None, *ENCODINGS[name].block_sizes.accepted(6, len(own))])
+        shares.append([name, {"share": share, "axes": own, "rotary_init": start, "block_size": size}])
+    return shares
 
 
 def draw_architecture(rng) -> dict[str, Any]:
@@ -351,7 +366,7 @@ def train(case, model, inputs):
 
 def compare_folded(case, ours, plain, calls):
     config = case.config
-    has_grid = config.train_grid is not None and config.coordinates != "physical"
+    has_grid = config.train_grid is not None and config.coordinates != "physical" and config.shares is None
     if config.position_encoding not in ENCODINGS or (needs_exponential(config) and not has_grid):
         return
     folded = ours.fold_rotations()

@@ -7,10 +7,18 @@ from hf_liere.plain import plain_layer
 
 def generators(parameters, config, num_axes, layer, head):
     """The skew-symmetric A_a of one head, (A, head_dim, head_dim) in float64; zero for channels without a block."""
-    blocks = plain_layer(config, num_axes, parameters, layer).matrices()[:, 0].detach()
-    of_head = blocks[:, head % blocks.shape[1]]  # (A, blocks, b, b)
-    rest = torch.zeros(config.head_dim % of_head.shape[-1], config.head_dim % of_head.shape[-1]).double()
-    return torch.stack([torch.block_diag(*matrices, rest) for matrices in of_head])
+    plain = plain_layer(config, num_axes, parameters, layer)
+    shares = zip(plain.parts, plain.axes) if hasattr(plain, "parts") else [(plain, range(num_axes))]
+    diagonals = [[] for _ in range(num_axes)]
+    for part, axes in shares:
+        blocks = part.matrices()[:, 0].detach()
+        of_head = blocks[:, head % blocks.shape[1]]  # (axes, blocks, b, b)
+        rest = torch.zeros(part.head_dim % of_head.shape[-1], part.head_dim % of_head.shape[-1]).double()
+        for axis, diagonal in enumerate(diagonals):
+            own = of_head[list(axes).index(axis)] if axis in axes else torch.zeros_like(of_head[0])
+            diagonal += [*own, rest]
+    unrotated = torch.zeros([config.head_dim - sum(len(block) for block in diagonals[0])] * 2).double()
+    return torch.stack([torch.block_diag(*diagonal, unrotated) for diagonal in diagonals])
 
 
 def rotations(matrices, positions, position_encoding=None):
