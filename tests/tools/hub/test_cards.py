@@ -22,6 +22,7 @@ from hf_liere.tools.hub.cards import NO_LICENSE, PICTURE, Card, push_card, rende
 from hf_liere.tools.hub.checked_facts import facts_of_run
 from hf_liere.tools.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
 from hf_liere.tools.hub.publishing import publish, push
+from hf_liere.tools.hub.reload_check import outputs
 
 
 FACTS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "common")
@@ -324,6 +325,8 @@ def test_models_of_tokens_and_text_have_cards_without_images(tmp_path):
         assert validate_card(text) == [] and all(line in text for line in lines), text
         prose = re.sub(r"## Citation.*", "", text, flags=re.DOTALL)
         assert not re.search(r"\b(vision|image|pixel|patches|None|Undefined|50\.0%)", prose), prose
+        # A push compares these with what another process computes.
+        assert set(outputs(model)) == {"logits.0"}
 
 
 def test_a_card_of_a_model_that_no_auto_class_loads(run):
