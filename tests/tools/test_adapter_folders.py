@@ -61,14 +61,17 @@ def moved(made, tmp_path):
     return tmp_path
 
 
-def test_it_loads_as_the_model_that_was_trained(made):
-    model, processor = load_checkpoint(made.root / "adapter")
-    with torch.no_grad():
-        # Merged: other sums.
-        torch.testing.assert_close(model(made.pixels).logits, made.logits, rtol=1e-4, atol=1e-5)
-    assert hf_liere.is_patched(model) and list(processor.image_mean) == [0.1] * 3
-    assert model.config.id2label == dict(enumerate(NAMES))
-    assert model.config.problem_type == "multi_label_classification"
+def test_it_loads_as_the_model_that_was_trained(made, tmp_path):
+    """Also on a base that was a classifier of other classes."""
+    AutoClassifier.from_pretrained(made.root / "base", num_labels=7).save_pretrained(tmp_path)
+    for base in (None, tmp_path):
+        model, processor = load_checkpoint(made.root / "adapter", base=base)
+        with torch.no_grad():
+            # Merged: other sums.
+            torch.testing.assert_close(model(made.pixels).logits, made.logits, rtol=1e-4, atol=1e-5)
+        assert hf_liere.is_patched(model) and list(processor.image_mean) == [0.1] * 3
+        assert model.config.id2label == dict(enumerate(NAMES))
+        assert model.config.problem_type == "multi_label_classification"
 
 
 @pytest.mark.parametrize("base", [None, "me/other"])
@@ -77,8 +80,8 @@ def test_commands_ask_for_a_base_that_is_not_there(command, base, made, moved, c
     monkeypatch.chdir(made.root)
     typed = [*command.format(moved / "adapter").split(), *([] if base is None else ["--base", base])]
     assert main(typed) == 1
-    advice = "accepted: the folder or repository of that model as base (--base)"
-    assert f"is an adapter of {base or 'me/dinov2'}; {advice}" in capsys.readouterr().err
+    wanted = f"is an adapter of {base or 'me/dinov2'}; accepted: the folder or repository of that model as base"
+    assert wanted in capsys.readouterr().err
 
 
 def test_the_prediction_is_that_of_the_trained_model(made, moved, capsys):
@@ -133,7 +136,6 @@ def test_it_is_pushed_verified_and_pulled(made, moved, hub, capsys, monkeypatch)
     adapter = str(moved / "adapter")
     assert main(["push", adapter, "tester/model", "--license", "mit"]) == 0
     card = hub.repo("tester/model").read(hub.files("tester/model")["README.md"]).decode()
-    # Not the empty form that peft writes.
     for line in ("base_model: me/dinov2", "library_name: peft", 'load_peft(repository, "me/dinov2"', "`tree 11`"):
         assert line in card, line
     assert "More Information Needed" not in card
