@@ -6,10 +6,10 @@ import pytest
 import training_helpers  # noqa: F401 (makes training importable)
 from transformers import Trainer
 
+from training.engine.fine_tuning import FineTuningTrainer
 from training.engine.pushing import HubPushes
 from training.engine.saving import WholeCheckpoints
 from training.engine.trainer import ClassificationTrainer, RotaryTrainer
-from training.tasks.clip.comparison import FineTuningTrainer
 from training.tasks.detection.detection_trainer import DetectionTrainer
 
 

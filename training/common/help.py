@@ -28,7 +28,7 @@ HEADINGS = {
     "Augmentation": "Augmentation",
     "Condition": "Evaluation under changed conditions",
     "RotaryFields|GridFields|Patch": ENCODING,
-    "Config|Checkpoint|Architecture|Detector|LanguageModel|FineTuningArguments|Lora": MODEL,
+    "Config|Checkpoint|Architecture|Detector|LanguageModel|TuningArguments|Lora": MODEL,
     "Run|Training": TRAINING,
     "": DATA,
 }
@@ -38,7 +38,7 @@ PLACING = re.compile("position|rotate|prefix|physical|use_absolute")
 # Flags that hardly a run chooses: of backbones, and those that must stay as they are.
 RARE = "apply_layernorm reshape_hidden_states remove_unused_columns logging_nan_inf_filter recipe".split()
 # Fields of configurations that the library alone writes.
-WRITTEN = {"folded_grids", "format_version"}
+WRITTEN = {"folded_grids", "format_version", "shares"}
 # What most runs choose, in this order, comes first below a heading; of Trainer's flags, the others are further flags.
 TRAINER = "TrainingArguments"
 USUAL = """

@@ -1,7 +1,9 @@
 """Building and training a classifier: what the scripts for images and for videos share."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, Siglip2ImageProcessor, ViTImageProcessor, set_seed
 
@@ -41,19 +43,26 @@ def build_classifier(
     model = build_model(arguments.model, config, images, arguments.run.do_train)
     if checkpoint is not None:
         check_checkpoint_keys(checkpoint, model)
-    numbers = order_labels(images, model.config)
+    return model, *relabel(images, model.config)
+
+
+def relabel(images: LabelledImages, config: PreTrainedConfig) -> tuple[Source | None, Source | None]:
+    """The training and evaluation sources with the labels of a model."""
+    numbers = order_labels(images, config)
     train, evaluation = (source and Relabelled(source, numbers) for source in (images.train, images.evaluation))
-    return model, train, evaluation
+    return train, evaluation
 
 
 def train_classifier(
     arguments: ClassifierArguments,
-    model: PreTrainedModel,
+    model: nn.Module,
     processor: ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor,
     input_size: tuple[int, ...],
     datasets: dict[str, Dataset | None],
     splits: dict[str, str],
     checkpoint: str | None,
+    make_trainer: Callable[..., ClassificationTrainer] = ClassificationTrainer,
+    **described: Any,
 ) -> dict[str, float]:
     """
     Trains and evaluates as the command line requests; returns the last metrics.
@@ -64,14 +73,16 @@ def train_classifier(
         datasets: the data sets `train` and `evaluation`.
         splits: names of their splits, as in `LabelledImages`.
         checkpoint: the checkpoint to resume from, if any.
+        make_trainer: the class of the trainer, or a function that makes one.
+        described: further arguments for the record.
     """
     args, train, evaluation = arguments.run, datasets["train"], datasets["evaluation"]
     settings = processor.image_mean, processor.image_std, arguments.augmentation, args.order_seed
     if isinstance(processor, Siglip2ImageProcessor):
         collator = PatchCollator(model.config, processor.max_num_patches, *settings)
     else:
-        collator = Collator(input_size, model.config.num_channels, *settings, is_physical(model.config))
-    trainer = ClassificationTrainer(
+        collator = Collator(input_size, len(processor.image_mean), *settings, is_physical(model.config))
+    trainer = make_trainer(
         model=model,
         args=args,
         train_dataset=train,
@@ -83,6 +94,6 @@ def train_classifier(
     )
     # For a stream, the number of examples that all processes read together.
     examples = train and getattr(train, "num_examples", len(train)), evaluation and len(evaluation)
-    described = {"data": arguments.data, "augmentation": arguments.augmentation, "condition": arguments.condition}
+    described |= {"data": arguments.data, "augmentation": arguments.augmentation, "condition": arguments.condition}
     described["examples"] = describe_examples(arguments.data, splits, *examples)
     return run(trainer, checkpoint, arguments.model.model_name_or_path, input_size, described)

@@ -137,8 +137,9 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     """
     # Dual encoders have the sizes in their vision configuration.
     config = getattr(config, "vision_config", config)
-    size = pair("image_size", arguments.architecture().get("image_size", config.image_size))
-    patch = pair("patch_size", config.patch_size)
+    # Convolutional networks may have neither.
+    size = pair("image_size", arguments.architecture().get("image_size", getattr(config, "image_size", 224)))
+    patch = pair("patch_size", getattr(config, "patch_size", 1))
     if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
         raise InputError(
             f"--image_size {size[0]}×{size[1]} is not divisible by the patch size {patch[0]}×{patch[1]}; accepted are "
@@ -327,12 +328,14 @@ def _load_classifier(
             ignore_mismatched_sizes=not keeps_head,
             output_loading_info=True,
         )
-    besides = NOT_FOR_CLASSIFIERS if keeps_head else (*NOT_FOR_CLASSIFIERS, "classifier.")
+    # A checkpoint without a classifier may have a pooler, which those of vision models rarely use.
+    besides = NOT_FOR_CLASSIFIERS if keeps_head else (*NOT_FOR_CLASSIFIERS, "classifier.", "pooler.")
     require_loaded_keys(loading, arguments.model_name_or_path, besides)
     if not keeps_head:
         # from_pretrained renews only classifiers of another size; one of the same size may be for other classes.
-        nn.init.normal_(model.classifier.weight, std=getattr(config, "initializer_range", 0.02))
-        nn.init.zeros_(model.classifier.bias)
+        for layer in (layer for layer in model.classifier.modules() if isinstance(layer, nn.Linear)):
+            nn.init.normal_(layer.weight, std=getattr(config, "initializer_range", 0.02))
+            nn.init.zeros_(layer.bias)
     return model
 
 

@@ -8,16 +8,16 @@ from transformers import CLIPConfig, PreTrainedConfig
 
 from hf_liere.errors import InputError
 from training.common.arguments import CheckpointArguments, RunArguments, flag
+from training.engine.fine_tuning import TuningArguments
 from training.engine.model_setup import checkpoint_config
-from training.engine.patching import LoraArguments, find_adapters
-from training.tasks.clip.classifiers import TRAINABLE
+from training.engine.patching import find_adapters
 
 
 HEADS = ("classifier", "zero_shot")
 
 
 @dataclass
-class FineTuningArguments(CheckpointArguments, LoraArguments):
+class FineTuningArguments(CheckpointArguments, TuningArguments):
     vision_config: str | None = flag(
         None, "Fields of CLIPVisionConfig, as json: train a new CLIP vision tower instead of a checkpoint."
     )
@@ -31,11 +31,6 @@ class FineTuningArguments(CheckpointArguments, LoraArguments):
     prompts: list[str] = flag(
         ["a photo of a {}."], "Templates for --head zero_shot; {} is replaced by the name of a class."
     )
-    trainable: str = flag(
-        "all",
-        "What is trained: the rotations, also the classifier, also LoRA in attention, or the whole tower.",
-        choices=list(TRAINABLE),
-    )
     baseline: bool = flag(True, "Also train the unpatched model, from the same seed for as many steps.")
 
     def architecture(self) -> dict[str, Any]:
@@ -44,12 +39,8 @@ class FineTuningArguments(CheckpointArguments, LoraArguments):
 
 @dataclass
 class FineTuningTrainingArguments(RunArguments):
-    head_learning_rate_factor: float = flag(1.0, "Learning rate of the classifier, as a multiple of the others'.")
-
     def __post_init__(self):
         super().__post_init__()
-        if self.head_learning_rate_factor < 0:
-            raise InputError(f"--head_learning_rate_factor {self.head_learning_rate_factor}; accepted: 0 and above.")
         if self.push_to_hub:
             raise InputError("--push_to_hub: a run trains several models; accepted: publish one of its folders.")
 

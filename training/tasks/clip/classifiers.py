@@ -1,44 +1,13 @@
-"""Pretrained vision towers as image classifiers, and their heads."""
+"""Pretrained towers of images and text as image classifiers."""
 
-import inspect
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_liere import is_patched
 from hf_liere.errors import InputError
-from hf_liere.patching.vision_towers import find_towers
-from training.engine.patching import LoraArguments, apply_lora
-from training.engine.wrapped_models import WrappedModel
-
-
-TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")
-HEAD = "classifier."
-
-
-class Classifier(WrappedModel):
-    """Logits of a pretrained model for images of any size."""
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__(model)
-        takes_size = any("interpolate_pos_encoding" in _arguments(tower.embeddings) for tower in find_towers(model))
-        self.any_size = {"interpolate_pos_encoding": True} if takes_size and not is_patched(model) else {}
-
-    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """(B, C, height, width) → logits (B, classes)."""
-        return {"logits": self.model(pixel_values=pixel_values, **self.any_size).logits}
-
-    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of all but the modules that peft keeps beside the copies that it trains."""
-        return ((name, value) for name, value in self.named_parameters() if "original_module." not in name)
-
-    def head_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of the linear classifier, or of the copy that peft trains."""
-        for name, parameter in self.own_parameters():
-            if HEAD in name:
-                yield name, parameter
+from training.engine.fine_tuning import Classifier
 
 
 class ZeroShotClassifier(Classifier):
@@ -76,10 +45,6 @@ class ZeroShotClassifier(Classifier):
         return (p for name, p in self.named_parameters() if "text_model." in name or "text_projection." in name)
 
 
-def _arguments(module: nn.Module) -> set[str]:
-    return set(inspect.signature(type(module).forward).parameters)
-
-
 @torch.no_grad()
 def _embed(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, class_names: Sequence[str], prompts: Sequence[str]
@@ -101,10 +66,3 @@ def _embed(
         embeddings = model.eval().get_text_features(**tokens.to(model.device)).pooler_output
         means.append(nn.functional.normalize(embeddings, dim=-1).mean(dim=0))
     return nn.functional.normalize(torch.stack(means), dim=-1)
-
-
-def add_lora(classifier: Classifier, arguments: LoraArguments) -> None:
-    """Adds LoRA to linear layers of the tower's attention, and trains a copy of the classifier."""
-    (tower,) = find_towers(classifier.model)
-    copied = [HEAD.rstrip(".")] if any(True for _ in classifier.head_parameters()) else None
-    classifier.model = apply_lora(classifier.model, tower.attentions, arguments, copied)

@@ -20,7 +20,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_liere import RotaryPatchConfig, is_patched, patch
+from hf_liere import RotaryPatchConfig, patch
 from hf_liere.errors import InputError
 from hf_liere.storage.loading import require_all_keys
 from hf_liere.storage.saved_code import replace_file
@@ -38,6 +38,7 @@ from training.common.records import environment, remove_private, write_record
 from training.data.augmentation import Augmentation, Collator, EvaluationImages, EvaluationView, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest, Relabelled
+from training.engine.fine_tuning import HEAD, TRAINABLE, Classifier, FineTuningTrainer, add_lora
 from training.engine.model_setup import (
     build_model,
     check_checkpoint_keys,
@@ -54,21 +55,12 @@ from training.engine.patching import (
     save_patched,
 )
 from training.engine.runs import claim_folder
-from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+from training.engine.trainer import ClassificationMetrics, ranks_and_losses
 from training.tasks.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, resolve_config
-from training.tasks.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora
+from training.tasks.clip.classifiers import ZeroShotClassifier
 
 
 MEASURES = [*(f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")), "chance"]
-
-
-class FineTuningTrainer(ClassificationTrainer):
-    """A trainer with a separate learning rate for the classifier. The unpatched model has no rotations."""
-
-    def learning_rate_groups(self, model):
-        head = [parameter for _, parameter in self.accelerator.unwrap_model(model).head_parameters()]
-        rotary = super().learning_rate_groups(model) if is_patched(model) else []
-        return [*rotary, ("head_learning_rate_factor", self.args.head_learning_rate_factor, head)]
 
 
 @dataclass
@@ -178,6 +170,7 @@ class Comparison:
             processing_class=self.processor,
             compute_metrics=ClassificationMetrics(len(self.images.label_names)),
             preprocess_logits_for_metrics=ranks_and_losses,
+            head_learning_rate_factor=self.model_args.head_learning_rate_factor,
         )
 
     def _view(self, size: tuple[int, int]) -> EvaluationView:
@@ -195,8 +188,6 @@ class Comparison:
         if checkpoint is not None:
             check_checkpoint_keys(checkpoint, classifier)
         trainer = self.trainer(name, classifier)
-        if trainer.is_fsdp_enabled:
-            raise InputError("FSDP shards the model, which is saved whole here; accepted: one process, or DDP.")
         if trainer.is_world_process_zero():
             write_record(folder, CONFIG_FILE, self._resolved(wanted))
             write_record(folder, ENVIRONMENT_FILE, environment())
