@@ -255,7 +255,7 @@ def turned_further(self, positions, *rest):
         (ComRoPEAxialPartition, {"entries": on_all_axes}, "has serves_one_axis = True"),
     ],
 )
-def test_what_an_encoding_says_of_itself_is_measured(kind, claims, wrong):
+def test_a_wrong_claim_of_an_encoding_is_refused(kind, claims, wrong):
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match=f"Claiming .*{wrong}"):
         register(kind, **claims)

@@ -106,7 +106,7 @@ def test_what_stops_a_pass_anywhere_leaves_nothing_of_it(kind, error):
             assert not tower_patch._get_passes()
     assert stopped > 20
     assert same_bits(tensors(model(**inputs)), expected)
-    assert type(unpatch(model)).__name__ == type(model).__name__ and "forward" not in vars(model)
+    assert "forward" not in vars(unpatch(model))
 
 
 def test_layer_that_is_not_rotated_any_more_is_reported():

@@ -8,6 +8,7 @@ import torch
 import transformers
 from model_cases import MODELS, PATCHED, SLOW, build, make, run
 from patching_cases import randomize, same_bits, tensors
+from patching_checks import traces
 
 from hf_liere import is_patched, patch, rotary_parameters, unpatch
 
@@ -37,16 +38,12 @@ def gradients(name, model, inputs):
     return {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
 
 
-def has_hooks(model):
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 @pytest.mark.parametrize("name", PATCHED)
-def test_gradients_and_unpatching(name):
-    """Gradients of rotations reach every layer and plane, and nothing of a patch stays."""
+def test_gradients_arrive_and_unpatching_leaves_nothing(name):
+    """No hook, attribute, class, configuration or weight of a patch stays; gradients reach every layer and plane."""
     model, inputs = MODELS[name].make().eval(), MODELS[name].inputs()
     kind, weights = type(model), {key: value.clone() for key, value in model.state_dict().items()}
-    expected = run(name, model, inputs)
+    expected, before = run(name, model, inputs), list(map(traces, model.modules()))
     found, rotations = gradients(name, patch(model, MODELS[name].config), inputs), dict(rotary_parameters(model))
     assert rotations.keys() <= found.keys()
     for key in rotations:
@@ -57,7 +54,7 @@ def test_gradients_and_unpatching(name):
     randomize(model)
     assert not same_bits(run(name, model, inputs), expected)
     unpatch(model)
-    assert type(model) is kind and not is_patched(model) and not has_hooks(model)
+    assert type(model) is kind and not is_patched(model) and list(map(traces, model.modules())) == before
     after = model.state_dict()
     assert list(after) == list(weights) and all(torch.equal(after[key], weights[key]) for key in after)
     assert same_bits(run(name, model, inputs), expected)
@@ -90,7 +87,7 @@ def test_copies_and_files_have_rotations_of_their_own(name):
         assert same_bits(run(name, other, inputs), expected)
         randomize(other)
         assert same_bits(run(name, model, inputs), expected) and not same_bits(run(name, other, inputs), expected)
-        assert not has_hooks(unpatch(other)) and is_patched(model)
+        assert not is_patched(unpatch(other)) and is_patched(model)
 
 
 @over([name for name in PATCHED if SHARES_KEYS or "gemma" not in name], {*PATCHED} - FEW)

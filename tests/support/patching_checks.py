@@ -32,20 +32,23 @@ def build_patched(name, implementation="sdpa"):
 def refused(model, message):
     """A `ValueError` with this message; weights, classes, configurations and hooks of the model are as before."""
 
-    weights, parts = {name: value.clone() for name, value in model.state_dict().items()}, _describe(model)
+    weights, parts = {name: value.clone() for name, value in model.state_dict().items()}, describe(model)
     with pytest.raises(ValueError, match=message):
         yield
     after = model.state_dict()
-    assert list(after) == list(weights) and _describe(model) == parts
+    assert list(after) == list(weights) and describe(model) == parts
     assert all(after[name].is_meta or torch.equal(after[name], weights[name]) for name in after)
 
 
-def _describe(model):
+def describe(model):
     """By name of a module, its class, configuration, names of attributes, and hooks."""
-    return {
-        name: (type(module), id(getattr(module, "config", None)), {*vars(module)}, {**module._forward_hooks})
-        for name, module in model.named_modules()
-    }
+    return {name: (id(getattr(module, "config", None)), traces(module)) for name, module in model.named_modules()}
+
+
+def traces(module):
+    """What a patch may leave in a module: its class, the class of its configuration, names of attributes, and hooks."""
+    hooks = [{**value} for name, value in vars(module).items() if name.endswith("_hooks")]
+    return type(module), type(getattr(module, "config", None)), {*vars(module)}, hooks
 
 
 def close_to_start(found, expected):

@@ -50,11 +50,16 @@ def test_faults_of_any_request_are_survived(ready, hub, path):
     assert history(hub) == ["Once"] and all(fault.hits for fault in hub.faults)
 
 
-def test_a_hub_that_stays_down_is_reported_and_nothing_is_claimed(ready, hub):
+def test_a_push_that_failed_is_reported_and_the_next_one_completes_it(ready, hub, tmp_path):
     hub.fail(COMMIT, status=500, times=-1, headers={"Retry-After": "0"})
     with pytest.raises(HubError, match="refused the request after 5 attempts"):
         publish(ready, "tester/model", message="Never", api=client(hub))
     assert history(hub) == [] and hub.count(COMMIT) == 5
+    hub.reset()
+    publish(ready, "tester/model", message="Once", api=client(hub))
+    pulled = pull("tester/model", tmp_path / "pulled", api=client(hub))
+    files = {path.name: path.read_bytes() for path in ready.iterdir()}
+    assert history(hub) == ["Once"] and {name: (pulled.folder / name).read_bytes() for name in files} == files
 
 
 def test_a_file_that_changes_while_it_is_sent_is_reported(ready, hub, monkeypatch):
