@@ -10,6 +10,7 @@ from encoding_cases import ENCODINGS, OWN_PLAIN, block_size, on_axes
 
 import hf_liere
 from hf_liere.plain import PLAIN_ENCODINGS
+from hf_liere.plain.encodings import rotate
 from hf_liere.tools.cli import main
 
 
@@ -134,6 +135,23 @@ def test_the_layer_for_people_who_copy_needs_torch_alone(tmp_path):
         found = torch.load(tmp_path / f"{encoding}.pt", weights_only=True)
         for value, expected in zip(found, wanted[encoding], strict=True):
             assert (value - expected).norm() <= 1e-5 * expected.norm(), encoding
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_plain_rotations_compile_into_one_graph(backend):
+    """With the attention of a model whose heads are longer than a block, forward and backward."""
+    torch.manual_seed(0)
+    rotary = PLAIN_ENCODINGS["liere"](2, 12, 2, num_layers=2)
+    query, positions = torch.randn(1, 2, 6, 12), torch.rand(6, 2)
+
+    def attend():
+        rotated = [rotate(query, rotation) for rotation in rotary.rotations(positions)]
+        return torch.nn.functional.scaled_dot_product_attention(*rotated, query)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    found, wanted = ((each, gradients(rotary, [each])) for each in (compiled(), attend()))
+    # Sums of float32 in another order.
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_what_cannot_be_written_is_refused(tmp_path, capsys):
