@@ -18,8 +18,9 @@ from fresh_process import run_python
 from torch.utils.data import DataLoader
 from training_helpers import SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
 
+from training.common.folders import last_complete_checkpoint
 from training.common.messages import is_lost_worker
-from training.engine.saving import ASIDE, last_complete_checkpoint
+from training.engine.saving import ASIDE
 
 
 LAST = "checkpoint-80"

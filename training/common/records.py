@@ -18,7 +18,6 @@ from accelerate import PartialState
 
 import hf_liere
 from hf_liere.storage.saved_code import replace_file
-from training.common.folders import CONFIG_FILE, ENVIRONMENT_FILE, FLAGS_FILE, WEIGHTS_FILE  # noqa: F401
 
 
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()

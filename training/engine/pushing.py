@@ -32,7 +32,8 @@ from hf_liere.tools.hub.publishing import Published, ensure_repository, publish,
 from hf_liere.tools.hub.pulling import pull
 from hf_liere.tools.hub.staging import PROCESSOR_FILES, refuse_private, secret_scanner
 from training.common.arguments import RunArguments
-from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
+from training.common.folders import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE
+from training.common.records import write_record
 
 
 logger = logging.get_logger(__name__)

@@ -7,7 +7,6 @@ the script continues as if training were complete.
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import threading
@@ -20,8 +19,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_liere.errors import InputError
+from training.common.folders import last_complete_checkpoint
 from training.common.messages import reason
-from training.common.records import FLAGS_FILE
 
 
 # Inside the output directory, so that a rename stays on one file system; the dot hides it from listings.
@@ -37,16 +36,6 @@ class StoppedError(SystemExit):
         super().__init__(128 + number)
 
 
-def last_complete_checkpoint(folder: str | Path) -> str | None:
-    """The newest complete checkpoint of a run. Its state file is written last."""
-    found = {}
-    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
-        if match and (path / TRAINER_STATE_NAME).is_file():
-            found[int(match[1])] = path
-    return str(found[max(found)]) if found else None
-
-
 def require_writable(folder: str | Path) -> None:
     """Raises [`InputError`] if the folder is not writable."""
     probe = Path(folder) / f"{ASIDE}-probe"
@@ -56,25 +45,6 @@ def require_writable(folder: str | Path) -> None:
         shutil.rmtree(probe)
     except OSError as error:
         raise InputError(f"--output_dir {str(folder)!r} is not writable: {error.strerror}.") from error
-
-
-def require_free(folder: str | Path, besides: tuple[str, ...] = ()) -> None:
-    """
-    Checks that a new run does not write among unrelated files.
-
-    Args:
-        besides: names that are allowed, in addition to hidden files.
-
-    Raises:
-        InputError: naming the files in the folder.
-    """
-    found = sorted(path.name for path in Path(folder).glob("*"))
-    others = [name for name in found if name not in (FLAGS_FILE, *besides) and not name.startswith(".")]
-    if others:
-        raise InputError(
-            f"--output_dir {str(folder)!r} contains other files ({', '.join(others[:5])}{' …' if others[5:] else ''}); "
-            "accepted: a new or empty folder, or --overwrite_output_dir to write among them."
-        )
 
 
 class WholeCheckpoints:

@@ -37,7 +37,8 @@ from hf_liere.tools.hub.cards import render_card
 from hf_liere.tools.hub.checked_facts import RESULTS_FILE, Run, facts_of_run, read_record
 from hf_liere.tools.hub.facts import METRICS, Data, Facts
 from hf_liere.tools.inspection.prediction import predict
-from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
+from training.common.folders import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE
+from training.common.records import write_record
 
 
 ROOT = Path(__file__).resolve().parents[2]
