@@ -168,14 +168,15 @@ class ComRoPEAxialPartition(EncodingInBasis):
         """As [`EncodingInBasis.layer_rotations`], by one eigenbasis for each block, which has no forward derivative."""
         if self.block_size % 2 or in_forward_mode():
             return RotaryEncoding.layer_rotations(self, positions, dtype, layers)
-        coordinates = positions.locate().coordinates
+        placed = positions.locate()
+        coordinates = placed.coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
         with maybe_autocast(device.type, enabled=False):
             basis, generators, frequencies = self.diagonalise(dtype, layers)  # (layers, H, blocks, …)
             multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
-            multipliers = multipliers[:, layers]  # (A, layers, H, blocks)
-            coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
+            multipliers = placed.by_head(multipliers[:, layers])  # (A, layers, H, blocks)
+            coordinates = coordinates.to(dtype).reshape(-1, len(multipliers))  # (B · N, A)
             basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
             phases, cos_sins = [], []
             outer: list[torch.Tensor | None] = []

@@ -15,6 +15,7 @@ from ..fast.scaling_and_squaring import Rays
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from .commuting_encodings import FoldedPlanes
+from .content_positions import ContentPositions
 from .kinds import ENCODINGS, encoding_of, needs_exponential
 from .positions import GroupedPositions, TokenPositions, convention_of
 from .rotary_encoding import LieRE, RotaryEncoding
@@ -134,7 +135,8 @@ class RoundedPlanes(LieRE):
     def rotations_from(
         self, positions: TokenPositions, entries: torch.Tensor, dtype: torch.dtype | None, rays: Rays | None = None
     ) -> list[Rotation]:
-        coordinates = positions.coordinates.float().reshape(-1, self.num_axes)  # (B · N, A)
+        entries = positions.by_head(entries)  # (A or heads · A, layers, heads, planes, 1)
+        coordinates = positions.coordinates.float().reshape(-1, len(entries))  # (B · N, A)
         rotations: list[Rotation] = []
         for layer in entries.squeeze(-1).float().unbind(1):  # (A, heads, planes)
             products = (p.unsqueeze(-1) * f.flatten() for p, f in zip(coordinates.unbind(-1), layer))
@@ -165,6 +167,8 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
     encoding.reset_parameters()
     if kind.check is not None:
         kind.check(encoding)
+    if config.content_positions is not None:
+        encoding.content = ContentPositions(config, num_axes)
     return encoding
 
 

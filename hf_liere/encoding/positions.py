@@ -97,9 +97,13 @@ class TokenPositions:
         num_prefix_tokens: Number P of class and register tokens among them.
         grid: Patches per axis, also of a grid on which another model placed them by the shape of its input, or `None`.
         facts: Everything that determines the coordinates, if they are those of a grid.
+        heads: Number of heads with coordinates of their own, (B, N, heads · A); 1 if there are none.
+        total: (B, heads · A) displacement of the last token, if content moved them, see [`ContentPositions`].
     """
 
     facts: "GridFacts | None" = None
+    heads: int = 1
+    total: torch.Tensor | None = None
 
     def __init__(self, coordinates: torch.Tensor, num_prefix_tokens: int = 0, grid: tuple[int, ...] | None = None):
         self.coordinates = coordinates
@@ -159,7 +163,8 @@ class TokenPositions:
         """The same tokens with the coordinates of these axes alone; all axes of a grid remain a grid."""
         if list(axes) == list(range(self.shape[-1])):
             return self
-        return self._replace(self.locate().coordinates[..., list(axes)])  # (…, N, axes)
+        by_head = self.locate().coordinates.unflatten(-1, (self.heads, -1))  # (…, N, heads, A)
+        return self._replace(by_head[..., list(axes)].flatten(-2))  # (…, N, heads · axes)
 
     def unrotate_prefix(self) -> "TokenPositions":
         """The same patches, with prefix tokens at zero, where no encoding rotates them."""
@@ -167,6 +172,17 @@ class TokenPositions:
             return GridPositions(facts._replace(prefix_coordinate=0.0))
         patches = self.coordinates[..., self.num_prefix_tokens :, :]  # (…, N, A)
         return TokenPositions.from_coordinates(patches, self.num_prefix_tokens)
+
+    def by_head(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        Values of axes, (A, layers, 1 or heads, …), as those of the axes of all heads, (heads · A, layers, heads, …):
+        zero for the axes of another head.
+        """
+        if self.heads == 1:
+            return values
+        own = torch.eye(self.heads, dtype=values.dtype, device=values.device)
+        own = own.view(self.heads, 1, 1, self.heads, *[1] * (values.ndim - 3))
+        return (own * values).flatten(0, 1)
 
     def to(self, device: torch.device | str) -> "TokenPositions":
         """The same positions on `device`; hooks of accelerate move the arguments of modules with it."""
@@ -176,7 +192,9 @@ class TokenPositions:
 
     def _replace(self, coordinates: torch.Tensor) -> "TokenPositions":
         """The same tokens at other coordinates."""
-        return TokenPositions(coordinates, self.num_prefix_tokens)
+        placed = TokenPositions(coordinates, self.num_prefix_tokens)
+        placed.heads = self.heads
+        return placed
 
 
 class GridFacts(NamedTuple):

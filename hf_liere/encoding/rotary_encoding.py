@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -137,6 +137,8 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         self.layers = 1 if config.share_layers else config.num_hidden_layers
         self.heads = 1 if config.share_heads else config.num_attention_heads
         self.cache = RotationCache()
+        # The [`ContentPositions`] that move tokens, if the configuration says so.
+        self.content: Any = None
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
@@ -178,6 +180,14 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         rotations = self.forward(together, dtype)
         return list(zip(*(each.split(lengths) for each in rotations if not isinstance(each, GroupedRotation))))
 
+    def rotate_moved(
+        self, positions: TokenPositions, moves: torch.Tensor, dtype: torch.dtype, layer: int, states: torch.Tensor
+    ) -> Rotation:
+        """R(p + g(x)) of a layer for the (B, N, hidden_size) `states` x that its attention reads."""
+        moved = self.content(states, positions, layer, moves)
+        rotation: Any = next(iter(self(moved, dtype, layer)))
+        return rotation if moved.coordinates.device == states.device else rotation.to(states.device)
+
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
@@ -192,6 +202,13 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         if self.block_size == 2:
             planes = self.planes(positions, entries.squeeze(-1))  # (1 or B, H, N, planes, 2) per layer
             return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
+        if positions.heads > 1:
+            own_entries = entries.expand(-1, -1, positions.heads, -1, -1).split(1, dim=2)
+            parts = zip(positions.coordinates.chunk(positions.heads, -1), own_entries)
+            of_heads: list[list[Any]] = [self.rotations_from(TokenPositions(own), part, dtype) for own, part in parts]
+            layers = zip(*(rotations[: entries.shape[1]] for rotations in of_heads))
+            blocks = [torch.cat([each.blocks for each in layer], dim=1) for layer in layers]
+            return self.repeat_for_layers([BlockRotation(layer) for layer in blocks])
         coordinates, rotation_dtype = self.working_coordinates(positions), self.rotation_dtype  # (B · N, A)
         matrices = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
         # (B · N, H · blocks, b, b) per layer
@@ -201,6 +218,7 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
 
     def planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
         """cos and sin of (A, layers, heads, planes) frequencies: (1 or B, heads, N, planes, 2) for every layer."""
+        frequencies = positions.by_head(frequencies)  # (A or heads · A, layers, heads, planes)
         coordinates, heads = self.working_coordinates(positions), frequencies.shape[2]
         # (B · N, H · planes, 2) per layer
         rotations = layer_plane_rotations(coordinates, frequencies.flatten(2), self.rotation_dtype)
@@ -221,11 +239,11 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def working_coordinates(self, positions: TokenPositions) -> torch.Tensor:
-        """(B · N, A) coordinates in the working dtype."""
+        """(B · N, A or heads · A) coordinates in the working dtype."""
         coordinates = positions.coordinates
         if coordinates.dtype != torch.float64:
             coordinates = coordinates.to(working_dtype(coordinates.device))
-        return coordinates.reshape(-1, self.num_axes)
+        return coordinates.reshape(-1, self.num_axes * positions.heads)
 
     @staticmethod
     def to_tokens(rotations: torch.Tensor, positions: TokenPositions, heads: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassError
 
 from ..registers import UserFile
-from .kinds import ANY, ENCODINGS, STARTS, encoding_of, needs_exponential, start_of
+from .kinds import ANY, ENCODINGS, STARTS, encoding_of, needs_exponential, orientations_of, start_of
 from .positions import CONVENTIONS, convention_of, needs_spacing
 
 
@@ -96,6 +96,12 @@ class RotaryFields:
             one p⁻¹q, and attention does not change when the world is turned, p → g·p. Training moves the generators,
             and mixes the spins of a block, unless `requires_grad_(False)` keeps them.
         shares (`list`, *optional*): The encodings of `"shares"`, [name, fields] each, see `position_encoding`.
+        content_positions (`str`, *optional*):
+            Positions that tokens choose: rotations are those of p + W x, with the states x that the attention of a
+            layer reads and a learned W of that layer, zero at the start. `"shared"` moves the tokens for all heads
+            alike, `"heads"` for every key head by itself; `"shared_sum"` and `"heads_sum"` by the sum of W x over the
+            visible tokens before it and itself, as the angles of Selective RoPE. Class and register tokens stay.
+            Rotations are then made in every layer for every sample.
     """
 
     position_encoding: str | list = validated_field(
@@ -113,6 +119,7 @@ class RotaryFields:
     axial_layout: Literal["blocks", "interleaved"] | None = None
     spins: list[int] | None = None
     shares: list | None = None
+    content_positions: Literal["shared", "heads", "shared_sum", "heads_sum"] | None = None
 
     def name_shares(self) -> None:
         """Write a list of encodings as the field `shares` of the encoding of that name."""
@@ -161,6 +168,7 @@ class EncodingConfig(RotaryFields):
     Args:
         num_axes: Number A of axes of a position.
         num_hidden_layers, num_attention_heads, head_dim: Sizes of the attention whose keys are rotated.
+        hidden_size: Channels of the states that `content_positions` reads.
         folded_grids, round_angles: See [`LieREConfig`] and [`LieRotaryEmbedding`].
 
     Raises:
@@ -171,6 +179,7 @@ class EncodingConfig(RotaryFields):
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     head_dim: int = 64
+    hidden_size: int | None = None
     folded_grids: list[list[int]] | None = None
     round_angles: bool = False
     # Constants of a grid have one rotation for all prefix tokens.
@@ -184,7 +193,7 @@ class EncodingConfig(RotaryFields):
 
 
 # Fields of some encodings or starts.
-OWN_FIELDS = ("min_frequency", "max_frequency", "unrotated_share", "axial_layout", "spins", "shares")
+OWN_FIELDS = "min_frequency", "max_frequency", "unrotated_share", "axial_layout", "spins", "shares", "content_positions"
 
 
 class Share(NamedTuple):
@@ -207,6 +216,8 @@ def share_configs(config) -> list[Share]:
         if not (isinstance(each, (list, tuple)) and list(map(type, each)) == [str, dict]):
             raise ValueError(f"shares: {each!r}; accepted: the name of an encoding and a dictionary of its fields.")
         name, fields = each[0], dict(each[1])
+        if fields.get("content_positions") is not None:
+            raise ValueError(f"shares: {name} has content_positions; accepted: one for all shares, beside the list.")
         axes, share = fields.pop("axes", [*range(num_axes)]), fields.pop("share", 1 / len(config.shares))
         total += share
         fits = share > 0 and total < 1 + 1e-6
@@ -258,7 +269,8 @@ def require_modules(values: Mapping[str, Any], modules: Sequence[str] | None) ->
 def own_fields(config) -> dict[str, Any]:
     """Fields for the encoding and the start of a configuration alone, with their defaults."""
     encoding = encoding_of(config)
-    return start_of(config).fields | (encoding.fields if encoding else {})
+    given = {} if config.content_positions is None else {"content_positions": None}
+    return start_of(config).fields | (encoding.fields | given if encoding else {})
 
 
 @dataclass(repr=False)
@@ -363,6 +375,11 @@ def check_rotations(config) -> None:
     if (config.min_frequency or 0) > (config.max_frequency or 0):
         raise ValueError(
             f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."
+        )
+    if config.content_positions is not None and (orientations_of(config) or config.folded_grids is not None):
+        raise ValueError(
+            f"content_positions={config.content_positions!r}: orientations cannot be moved by addition, and folded "
+            "rotations not by the input; accepted: None."
         )
     if encoding_of(config) is not None:
         _check_block_size(config)

@@ -70,6 +70,7 @@ class LieRotaryEmbedding(Tables):
             of b/2 consecutive planes; those of ComRoPE are reordered so that each block has planes of one axis.
         round_angles: Round angles, their cos and sin, and products with queries and keys to float32, as most
             implementations of RoPE do: the same bits as theirs, and less exact for distant positions. For planes only.
+        hidden_size: Channels of the `states` that `content_positions` reads; `None` means those of all query heads.
         fields: Other fields of [`RotaryFields`].
 
     Attributes:
@@ -99,6 +100,7 @@ class LieRotaryEmbedding(Tables):
         frequencies: torch.Tensor | None = None,
         pairing: str | Sequence[tuple[int, int]] = "adjacent",
         round_angles: bool = False,
+        hidden_size: int | None = None,
         **fields,
     ):
         super().__init__()
@@ -125,6 +127,7 @@ class LieRotaryEmbedding(Tables):
                 num_attention_heads=num_key_value_heads,
                 head_dim=head_dim if pairs is None else 2 * len(pairs),
                 round_angles=round_angles,
+                hidden_size=hidden_size or num_heads * head_dim if fields.get("content_positions") else None,
                 **fields,
             )
         except StrictDataclassError as error:
@@ -157,9 +160,34 @@ class LieRotaryEmbedding(Tables):
 
         Raises:
             ValueError: if positions are of another type, have another number of axes, or are not floating point or
-                not finite.
+                not finite, or every layer moves them by its states.
         """
+        if self.encoding.content is not None:
+            raise ValueError("content_positions move tokens in every layer; accepted: positions and states in calls.")
         return list(self.encoding(self._check_positions(positions), dtype))
+
+    def moved(
+        self,
+        positions: torch.Tensor | TokenPositions,
+        states: torch.Tensor,
+        *,
+        layer: int | None = None,
+        visible: torch.Tensor | None = None,
+        past: torch.Tensor | None = None,
+    ) -> TokenPositions:
+        """
+        Positions that tokens choose by (B, N, hidden_size) states, see `content_positions`; other methods accept them.
+        Tokens that are false in (1 or B, N) `visible` stay, and add nothing to a sum; it continues `past`, the `total`
+        of the positions before. Raises `ValueError` as `forward`.
+        """
+        content, placed = self.encoding.content, self._check_positions(positions)
+        size = None if content is None else content.weight.shape[-1]
+        if content is None or states.ndim != 3 or states.shape[1:] != (placed.shape[-2], size):
+            raise ValueError(
+                f"states of shape {tuple(states.shape)} cannot move {placed.shape[-2]} tokens; accepted: (batch, "
+                f"tokens, hidden_size={size}), with content_positions."
+            )
+        return content(states, placed, self._check_layer(layer), visible, past)
 
     def forward(
         self,
@@ -169,6 +197,7 @@ class LieRotaryEmbedding(Tables):
         key_positions: torch.Tensor | TokenPositions | Sequence[Rotation] | None = None,
         *,
         layer: int | None = None,
+        states: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         R(p) q and R(p′) k, in the shapes and types of query and key.
@@ -179,11 +208,15 @@ class LieRotaryEmbedding(Tables):
             positions: Positions p of the queries' tokens, as for [`rotations`]; or its result.
             key_positions: Positions p′ of the keys' tokens, likewise; `None` if they are the same tokens.
             layer: The layer whose generators are used; required if `num_layers` is above 1.
+            states: With `content_positions`, the (B, N, hidden_size) states of the queries' tokens; or `positions` are
+                [`moved`] by them.
 
         Raises:
             ValueError: if shapes or types do not fit, positions are not finite or not of an accepted type, or `layer`
-                is missing for several layers.
+                or `states` are missing.
         """
+        if states is not None:
+            positions = self.moved(positions, states, layer=layer)
         self._check_states("query", query, (self.num_heads,))
         self._check_states("key", key, (self.num_key_value_heads,))
         rotation = key_rotation = self._rotation(positions, layer, query)
@@ -283,6 +316,8 @@ class LieRotaryEmbedding(Tables):
         encoding, config = self.encoding, self.config
         if config.folded_grids is not None:
             raise ValueError("The rotations are folded already.")
+        if config.content_positions is not None:
+            raise ValueError(f"content_positions={config.content_positions!r}: every input has other rotations.")
         if needs_exponential(config) or not (generators_commute(config) or encoding.in_basis):
             raise ValueError(
                 f"The generators of {config.position_encoding} with block_size={config.block_size} do not commute, so "
@@ -339,6 +374,8 @@ class LieRotaryEmbedding(Tables):
 
     def _check_positions(self, positions: torch.Tensor | TokenPositions) -> TokenPositions:
         """Return positions of tokens, or raise `ValueError`."""
+        if getattr(positions, "total", None) is not None:
+            return positions
         if isinstance(positions, torch.Tensor):
             positions = TokenPositions(positions)
         if not isinstance(positions, TokenPositions):
@@ -365,17 +402,22 @@ class LieRotaryEmbedding(Tables):
             warn_of_units(self.config, positions.coordinates, self.encoding)
         return positions
 
-    def _rotation(
-        self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int | None, states: torch.Tensor
-    ) -> Any:
-        """The rotation of a layer for (B, H, N, D) states."""
+    def _check_layer(self, layer: int | None) -> int:
         layer = 0 if layer is None and self.num_layers == 1 else layer
         if layer is None or not 0 <= layer < self.num_layers:
             raise ValueError(
                 f"layer={layer}: this module has rotations of {self.num_layers} layers; accepted: 0 … "
                 f"{self.num_layers - 1}, the one that calls it."
             )
-        rotation = None
+        return layer
+
+    def _rotation(
+        self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int | None, states: torch.Tensor
+    ) -> Any:
+        """The rotation of a layer for (B, H, N, D) states."""
+        layer, rotation = self._check_layer(layer), None
+        if self.encoding.content is not None and getattr(positions, "total", None) is None:
+            raise ValueError("content_positions need states: pass states=, or positions that `moved` returned.")
         if isinstance(positions, (list, tuple)) and len(positions) == self.num_layers:
             rotation = positions[layer]
         if isinstance(rotation, (PlaneRotation, BlockRotation, SharedRotation)):

@@ -103,6 +103,8 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             )
         if self.rotate_prefix is None:
             self.rotate_prefix = self.rotary_init != "pretrained" and default_rotate_prefix(self)
+        if self.content_positions is not None:
+            raise ValueError(f"content_positions={self.content_positions!r} are not built for patches; accepted: None.")
         if self.rotary_init == "pretrained":
             self._check_pretrained()
 

@@ -146,8 +146,9 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         warn_of_names(self, kwargs)
 
     def plain_code(self) -> dict[str, str] | None:
-        """The plain model, which does not fold and has no poses."""
-        return None if self.folded_grids is not None or self.attends_by_poses else {"modeling_liere.py": model_code()}
+        """The plain model, which does not fold and has neither poses nor positions from content."""
+        needs_package = self.folded_grids is not None or self.attends_by_poses or self.content_positions is not None
+        return None if needs_package else {"modeling_liere.py": model_code()}
 
     def to_dict(self) -> dict[str, Any]:
         """Without fields of other encodings and starts."""

@@ -1,5 +1,7 @@
 """The transformer block: attention that rotates query and key by the position of their token, and the MLP."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -38,11 +40,12 @@ class LieREAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rotation: Rotation | None = None,
+        rotation: Rotation | partial | None = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, N, hidden_size) states and this layer's rotation → states and attention weights."""
+        """(B, N, hidden_size) states and this layer's rotation, or what makes it of them → states and weights."""
+        rotation = rotation(hidden_states) if isinstance(rotation, partial) else rotation
         input_shape = hidden_states.shape[:-1]  # (B, N)
         hidden_shape = (*input_shape, self.config.num_attention_heads, self.head_dim)
         of_values = rotation if self.config.rotate_values else None
@@ -142,7 +145,7 @@ class LieRELayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rotation: Rotation | None = None,
+        rotation: Rotation | partial | None = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:

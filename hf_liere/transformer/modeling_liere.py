@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,6 @@ from ..encoding.given_positions import place_given, refuse_spacing, zero_hidden
 from ..encoding.placement import place_batch, place_input, place_patches
 from ..encoding.positions import GroupedPositions, TokenPositions, pad_rows
 from ..fast.dispatch import product_dtype
-from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
 from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
@@ -61,16 +61,32 @@ class LieREEncoderModel(LieREPreTrainedModel):
         self.post_init()
 
     def rotations(
-        self, positions: TokenPositions | GroupedPositions | None, dtype: torch.dtype | None = None
-    ) -> Iterable[Rotation | None]:
-        """One rotation per layer, for queries of this dtype; `None` for each layer without a rotary encoding."""
+        self,
+        positions: TokenPositions | GroupedPositions | None,
+        dtype: torch.dtype | None = None,
+        moves: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
+    ) -> Iterable[Any]:
+        """
+        One rotation per layer of all or (B, kept) tokens, for queries of this dtype; `None` without a rotary encoding.
+        Where content moves the tokens of (1 or B, tokens) `moves`, a function of the states of the layer.
+        """
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
+        assert positions is not None, "a model with rotations has positions"
         if self.config.position_table_size is not None and not self.config.rotate_prefix:
             # A learned table places prefix tokens that are not rotated.
-            assert positions is not None, "a model with rotations has positions"
             positions = positions.unrotate_prefix()
-        return self.rotary_encoding(positions, dtype)
+        if moves is None:
+            rotations = self.rotary_encoding(positions, dtype)
+            return rotations if kept is None else (rotation.select(kept) for rotation in rotations)
+        if isinstance(positions, GroupedPositions):
+            positions = TokenPositions(positions.padded(moves.shape[1]))
+        places = positions.locate().coordinates  # (…, tokens, A)
+        if kept is not None:
+            places, moves = gather_tokens(places.view(-1, *places.shape[-2:]), kept), gather_tokens(moves, kept)
+        rotate = partial(self.rotary_encoding.rotate_moved, TokenPositions(places), moves, dtype)
+        return [partial(rotate, layer) for layer in range(len(self.layers))]
 
     def transform(
         self,
@@ -83,9 +99,12 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """
         Drop a share of the patches, then apply all layers to the embeddings (B, prefix + N, hidden_size) of all tokens.
         """
-        kept = visible = None
+        kept = visible = moves = None
         if attention_mask is not None:
             visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])  # (1 or B, prefix + N)
+        if self.config.content_positions is not None:
+            is_input = torch.arange(embeddings.shape[1], device=embeddings.device) >= self.config.num_prefix_tokens
+            moves = is_input.unsqueeze(0) if visible is None else visible.to(embeddings.device) & is_input
         if patch_dropout_prob:
             prefix = self.config.num_prefix_tokens
             kept = draw_kept_tokens(embeddings, prefix, patch_dropout_prob, visible)  # (B, tokens)
@@ -98,8 +117,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
             )
         else:
             attention_mask = None
-        for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
-            rotation = rotation if rotation is None or kept is None else rotation.select(kept)
+        rotations = self.rotations(positions, product_dtype(hidden_states), moves, kept)
+        for layer, rotation in zip(self.layers, rotations):
             hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)  # (B, tokens, hidden_size)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(pool(self.config, hidden_states, visible))

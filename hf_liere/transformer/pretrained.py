@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from ..encoding.content_positions import ContentPositions
 from ..encoding.folding import fold_rotations
 from ..encoding.rotary_encoding import RotaryEncoding
 from .configuration_liere import LieREConfig
@@ -54,6 +55,8 @@ class LieREPreTrainedModel(PreTrainedModel):
             init.constant_(module.scale, module.initial_value)
         elif isinstance(module, RotaryEncoding):
             module.reset_parameters()
+        elif isinstance(module, ContentPositions):
+            init.zeros_(module.weight)
 
     def post_init(self) -> None:
         super().post_init()

@@ -61,6 +61,10 @@ FIELDS = {
         ("cayley_string", {"block_size": 3}, r"block_size=3 must be even .*\[2, 4, 6, 8, 12, 24\]"),
         ("liere_product", {"block_size": 3}, r"block_size=3 must be even .*\[2, 4, 6, 8, 12, 24\]"),
         ("cayley_string", {"head_dim": 9}, "block_size=9 must be even .*none, choose another"),
+        ("none", {"content_positions": "heads"}, "content_positions='heads' would do nothing"),
+        ("comrope_ld", {"content_positions": "all"}, "content_positions.*heads_sum"),
+        ("comrope_ld", {"content_positions": "heads", "folded_grids": []}, "='heads': .* folded rotations not by the"),
+        ([("liere", {"content_positions": "heads"})], {"block_size": None}, "shares: liere has content_positions; acc"),
         ("none", {"block_size": 8}, "=8 would do nothing here: accepted with one of the encodings liere"),
         ("absolute", {"share_heads": True}, "share_heads=True would do nothing"),
         ("none", {"rotate_values": True}, "rotate_values=True would do nothing"),
@@ -149,6 +153,7 @@ FIELDS = {
     ],
     "patch": [
         (None, {"coordinates": "physical"}, "which pretrained models do not take"),
+        (None, {"content_positions": "shared"}, "='shared' are not built for patches; accepted: None"),
     ],
     "grid": [
         (None, {"rotary_init": "so3"}, "positions are orientations, not for patches on a grid"),
@@ -177,6 +182,7 @@ FIELDS = {
         (None, {"num_axes": 2}, "rotation vectors, which have 3 axes; there are num_axes=2"),
         (None, {"block_size": 8}, r"=8 is not the size of one spin; accepted .* 3 \(spin 1\), 5 .*together with spins"),
         (None, {"block_size": 3, "spins": [2]}, r"=\[2\] have 2l \+ 1 channels each, 5 together; block_size=3 mu"),
+        (None, {"content_positions": "shared"}, "='shared': orientations cannot be moved by addition"),
         (None, {"spins": []}, r"spins=\[\] must be whole numbers of at least 0, and one of them above 0"),
         (None, {"spins": [0, 0, 0]}, r"spins=\[0, 0, 0\] must be .* one of them above 0"),
         (None, {"spins": [-1, 2]}, r"spins=\[-1, 2\] must be whole numbers of at least 0"),
@@ -324,12 +330,27 @@ INPUTS = {
         ({"key": torch.zeros(2, 3, 5, 48)}, r"key of shape \(2, 3, 5, 48\) must be \(batch, 2 heads"),
         ({"query": torch.zeros(2, 4, 5, 64)}, "head_dim=48"),
         ({"query": torch.zeros(2, 4, 5, 48).int()}, "query are torch.int32"),
+        (
+            {"states": torch.zeros(2, 5, 192)},
+            r"\(2, 5, 192\) cannot move .* hidden_size=None\), with content_positions",
+        ),
         ({"layer": 1}, "layer=1: this module has rotations of 1 layers; accepted: 0 … 0"),
         ({"positions": [[0.0, 0.0]] * 5}, "positions are a list; accepted are a floating point tensor of"),
         ({"positions": torch.zeros(5, 2).numpy()}, "positions are a ndarray; accepted are"),
         ({"positions": grid(1, 5, 1)}, r"positions of shape \(5, 3\) must be \(tokens, 2\)"),
         ({"positions": grid(2, 3)}, "positions of 6 tokens in 1 samples"),
         ({"positions": grid(1, 5)._replace(torch.full((5, 2), INF))}, "10 values that are not finite"),
+    ],
+    "content": [
+        ({}, "content_positions need states: pass states="),
+        (
+            {"states": torch.zeros(2, 6, 192)},
+            r"\(2, 6, 192\) cannot move 5 tokens; accepted: \(batch, tokens, hidden_siz",
+        ),
+        (
+            {"states": torch.zeros(2, 5, 48)},
+            r"\(2, 5, 48\) cannot move 5 tokens; .* hidden_size=192\), with content_pos",
+        ),
     ],
     "rotate": [({"states": torch.zeros(2, 3, 5, 48)}, r"\(2, 3, 5, 48\) must be \(batch, 2 or 4 heads")],
     "from_grid": [
@@ -373,6 +394,7 @@ CALLED = {
     "tokens": (lambda: hf_liere.LieRETokensForTokenClassification(TOKENS(feature_size=5)), FEATURES),
     "series": (lambda: hf_liere.LieRETokensForSequenceClassification(TOKENS(feature_size=5, pooling="mean")), FEATURES),
     "layer": (lambda: LAYER(num_key_value_heads=2, block_size=4), STATES),
+    "content": (lambda: LAYER(num_key_value_heads=2, content_positions="heads"), STATES),
     "rotate": (lambda: LAYER(num_key_value_heads=2, block_size=4).rotate, {"positions": torch.zeros(5, 2)}),
     "from_grid": (lambda: TokenPositions.from_grid, {"grid": (2, 2), "train_grid": (2, 2)}),
     "frames": (lambda: PoseEmbedding(16).frames, {"poses": torch.eye(4).expand(2, 4, 4, 4)}),

@@ -76,6 +76,10 @@ def states(batch=2):
     return {"query": torch.randn(batch, 2, 5, 24), "key": torch.randn(batch, 2, 5, 24), "positions": torch.rand(5, 2)}
 
 
+def read_states(batch=2):
+    return states(batch) | {"states": torch.randn(batch, 5, 48)}
+
+
 def poses(batch=2):
     turned = torch.linalg.qr(torch.randn(5, 3, 3))[0]
     found = torch.eye(4).repeat(5, 1, 1)
@@ -109,8 +113,9 @@ def own(kind, encoding, given=None, **options):
 
 def layer(encoding, **options):
     size = encoding_cases.block_size(encoding)
+    inputs = read_states if "content_positions" in options else states
     return Model(
-        lambda: LieRotaryEmbedding(2, 24, 2, encoding, size, **options), states, patching_cases.run, None, False
+        lambda: LieRotaryEmbedding(2, 24, 2, encoding, size, **options), inputs, patching_cases.run, None, False
     )
 
 
@@ -129,9 +134,12 @@ MODELS |= {
     "sizes, unit": own("image", "liere", of_sizes, coordinates="unit"),
     "sizes, centred": own("image", "liere", of_sizes, coordinates="centred_grid"),
     "sizes, rotated prefix": own("image", "comrope_ap", of_sizes, rotate_prefix=True),
+    "image content": own("image", "rope_mixed", hidden, content_positions="heads"),
+    "padded points content": own("points", "liere", padded, rotary_init="zeros", content_positions="shared_sum"),
     "physical": own("video", "liere", timed, coordinates="physical", physical_unit=[2.0, 8.0, 8.0]),
 }
 MODELS |= {f"layer {encoding}": layer(encoding) for encoding in encoding_cases.ENCODINGS}
+MODELS["layer of content"] = layer("comrope_ld", content_positions="heads_sum")
 MODELS["layer of halves"] = layer("liere", pairing="halves")
 MODELS["layer of chosen channels"] = layer("liere", pairing=[(3, 1), (0, 5)])
 MODELS["layer of frequencies"] = layer("liere", frequencies=torch.rand(2, 6), pairing="adjacent")
