@@ -27,13 +27,13 @@ from packaging.utils import canonicalize_name
 from PIL import Image
 
 from training.tasks.playground import pictures
-from training.tasks.playground.predictions import STORED_CHECKPOINTS, Classifiers, attention_pictures, find_checkpoints
+from training.tasks.playground.predictions import Classifiers, attention_pictures, find_checkpoints
 
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
 from training.app import main
-from training.tasks.playground.page import App, build, initial_view
+from training.tasks.playground.page import App, build
 
 
 @pytest.fixture(scope="module")
@@ -213,18 +213,6 @@ def test_one_model_alone_has_the_page_for_itself(checkpoints):
         (second,) = (block for block in build(App(shown)).blocks.values() if block.elem_id == "second")
         # A form is around the list.
         assert second.parent.parent.visible == (len(shown) > 1)
-
-
-def test_the_stored_models_are_side_by_side_on_a_photograph():
-    """The first of them solves puzzles, and no other does."""
-    app = App(find_checkpoints([str(STORED_CHECKPOINTS)]))
-    (first, second), source, sizes = initial_view(app)
-    assert (first, second) == ("cifar100_comrope_ld", "cifar100_liere8") and 32 in sizes
-    shown, *columns = app.compare(first, second, source, 32, 0, None)
-    assert "an example, 296 × 296 px" in shown
-    # One of them knows what it is, and both answer.
-    answers = [columns[1], columns[5]]
-    assert all(len(answer) == 5 for answer in answers) and "rocket" in {next(iter(answer)) for answer in answers}
 
 
 def test_nothing_outside_is_asked_for(page, browser, server):

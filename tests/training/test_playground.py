@@ -29,7 +29,13 @@ from hf_liere.tools.inspection.analysis import attention_maps
 from training.common.arguments import InputError
 from training.data.arrows import LABELS, Arrows
 from training.tasks.playground import pictures
-from training.tasks.playground.predictions import Classifiers, attention_pictures, find_checkpoints, image_sizes
+from training.tasks.playground.predictions import (
+    STORED_CHECKPOINTS,
+    Classifiers,
+    attention_pictures,
+    find_checkpoints,
+    image_sizes,
+)
 from training.tasks.playground.space import write_space
 
 
@@ -259,3 +265,16 @@ def test_puzzles_are_drawn_at_the_size_that_is_asked_for():
     for number in (-1, 10_000, None):
         with pytest.raises(InputError, match=f"no puzzle {number}; accepted: 0 … 9,999"):
             pictures.draw_puzzle(number, 108)
+
+
+def test_the_stored_models_are_side_by_side_on_a_photograph():
+    """The first of them solves puzzles, and no other does."""
+    page = pytest.importorskip("training.tasks.playground.page", exc_type=ImportError, reason="gradio is not installed")
+    app = page.App(find_checkpoints([str(STORED_CHECKPOINTS)]))
+    (first, second), source, sizes = page.initial_view(app)
+    assert (first, second) == ("cifar100_comrope_ld", "cifar100_liere8") and 32 in sizes
+    shown, *columns = app.compare(first, second, source, 32, 0, None)
+    assert "an example, 296 × 296 px" in shown
+    # One of them knows what it is, and both answer.
+    answers = [columns[1], columns[5]]
+    assert all(len(answer) == 5 for answer in answers) and "rocket" in {next(iter(answer)) for answer in answers}
