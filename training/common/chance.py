@@ -42,8 +42,8 @@ def describe_unlearned(metrics: dict[str, Any]) -> str | None:
     name = "accuracy" if metric == "eval_accuracy" else "area under the ROC curve"
     about = f" ({MOST_FREQUENT})" if metric == "eval_accuracy" else ""
     return (
-        f"Nothing shows that the model has learned: its {name}, {metrics[metric]:.1%}, is not above chance, "
-        f"{found[0]:.1%}{about}, by {ABOVE_CHANCE} standard errors. Train longer."
+        f"Nothing shows that the model has learned: its {name} is {metrics[metric]:.1%}, and chance, {found[0]:.1%}"
+        f"{about}, may reach {found[0] + ABOVE_CHANCE * found[1]:.1%} ({ABOVE_CHANCE} standard errors). Train longer."
     )
 
 
