@@ -32,7 +32,7 @@ class LearnedRotations(nn.Module):
             logger.warning_once(
                 f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
                 "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: from_pretrained(…, "
-                "dtype=…) does so for models and autocast in training. In a model of your own convert the other modules: "
+                "dtype=…) does so for models and autocast in training. In your own model convert the other modules: "
                 "layers in float32 take queries of every type."
             )
         return result

@@ -444,7 +444,8 @@ def export_checkpoint(
 
     Args:
         checkpoint: Directory or repository on the Hub.
-        output: As in [`export_model`], like `opset` and `sizes`.
+        output: As in [`export_model`], like `opset` and `sizes`; without `image_size`, the images of a Transformers
+            model have the size that the saved processor makes.
         revision, base: See [`load_checkpoint`].
 
     Returns:
@@ -457,9 +458,18 @@ def export_checkpoint(
     output = Path(output)
     _require_format(output, opset)
     with new_file(output) as partial:
-        model, _ = load_checkpoint(checkpoint, revision, dtype="auto", base=base)
+        model, processor = load_checkpoint(checkpoint, revision, dtype="auto", base=base)
+        if sizes.get("image_size") is None and not isinstance(model.config, LieREPixelConfig):
+            sizes["image_size"] = _processed_size(processor)
         description = _write(model, partial, opset, **sizes)
     return f"{output}: {type(model).__name__}{description}"
+
+
+def _processed_size(processor: Any) -> tuple[int, int] | None:
+    """Height and width of the images that a processor hands to a model; `None` if these vary."""
+    size = getattr(processor, "crop_size" if getattr(processor, "do_center_crop", False) else "size", None)
+    given = {} if size is None else dict(size)
+    return (given["height"], given["width"]) if given.get("height") and given.get("width") else None
 
 
 @torch.no_grad()

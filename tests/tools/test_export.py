@@ -13,7 +13,7 @@ from fresh_process import run_warm
 import hf_liere
 from hf_liere.tools import export
 from hf_liere.tools.cli import main
-from hf_liere.tools.export import ExportError, export_model
+from hf_liere.tools.export import ExportError, export_model, run_exported
 
 
 def test_perturbed_model_is_exported_without_and_left_as_it_is(tiny, tmp_path):
@@ -55,6 +55,15 @@ def test_one_patch_on_an_axis(tiny, tiny_video, tmp_path, suffix, capsys):
         kind(config).save_pretrained(tmp_path / name)
         assert main(["export", str(tmp_path / name), str(tmp_path / f"{name}{suffix}")]) == 0
         assert "within" in capsys.readouterr().out
+
+
+def test_images_have_the_size_that_the_saved_processor_makes(tmp_path):
+    """It need not be that of the configuration: DINOv2 has 518 pixels there, and its processor makes 224."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28, "patch_size": 7}
+    transformers.Dinov2Model(transformers.Dinov2Config(**sizes)).save_pretrained(tmp_path)
+    transformers.BitImageProcessor(crop_size={"height": 14, "width": 21}).save_pretrained(tmp_path)
+    assert main(["export", str(tmp_path), str(tmp_path / "model.pt2")]) == 0
+    assert run_exported(tmp_path / "model.pt2", torch.randn(2, 3, 14, 21))["last_hidden_state"].shape[1] == 2 * 3 + 1
 
 
 def test_command(tiny, tmp_path, capsys):

@@ -307,9 +307,8 @@ def build_model(
         config.id2label, config.label2id = labels
     model = _load_classifier(arguments, config, auto_class, keeps_head)
     if not keeps_head:
-        logger.warning(
-            f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
-        )
+        found = f"'s classifier for {old} labels was replaced by" if is_classifier else " has no classifier and gets"
+        logger.warning(f"The checkpoint{found} a new one for the data set's {len(names)}.")
     return _upgrade(model, arguments) if getattr(arguments, "upgrade_encoding", False) else model
 
 
