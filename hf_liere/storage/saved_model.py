@@ -61,8 +61,8 @@ class SavedModel:
         return self._contents[name]
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The object in a json file. Raises `ValueError` as [`read`], or if it contains anything else."""
-        return parse_json(self.read(name), self.folder / name)
+        """The object in a json file, empty without it. Raises `ValueError` as [`read`], or if it is anything else."""
+        return parse_json(self.read(name), self.folder / name) if self.has(name) else {}
 
     @cached_property
     def kind(self) -> str:
@@ -83,8 +83,7 @@ class SavedModel:
     @property
     def configuration(self) -> dict[str, Any]:
         """The configuration of the model or of the rotations; empty if there is none."""
-        name = CONFIG if self.kind == "model" else ADAPTER_CONFIG
-        return self.read_json(name) if self.has(name) else {}
+        return self.read_json(CONFIG if self.kind == "model" else ADAPTER_CONFIG)
 
     @property
     def architecture(self) -> str | None:

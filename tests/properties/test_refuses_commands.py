@@ -28,7 +28,7 @@ ROWS = [
     ("convert absent out", "no such file or directory"),
     ("convert cut.safetensors empty/../image", "exists already"),
     ("convert absent file/out", "file/out cannot be written: "),
-    ("card facts.yaml", "facts.yaml is not a readable yaml file, line 3: "),
+    ("card facts.yaml", "facts.yaml is not a readable yaml file: .*line 3, column"),
     ("card arrows-lire8", "the closest is 'arrows_liere8'"),
     ("rope lama", "the closest is 'llama'"),
     ("pull owner/name file/out", "file/out cannot be written: "),

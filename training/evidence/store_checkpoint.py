@@ -34,7 +34,7 @@ from hf_liere.errors import InputError
 from hf_liere.storage.saved_model import CONFIG, WEIGHTS, SavedModel
 from hf_liere.storage.targets import new_directory
 from hf_liere.tools.hub.cards import render_card
-from hf_liere.tools.hub.checked_facts import RESULTS_FILE, Run, facts_of_run, read_record
+from hf_liere.tools.hub.checked_facts import RESULTS_FILE, Run, facts_of_run
 from hf_liere.tools.hub.facts import METRICS, Data, Facts
 from hf_liere.tools.inspection.prediction import predict
 from training.common.folders import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE
@@ -157,15 +157,15 @@ def _conditions(folders: list[Path], saved: SavedModel, facts: Facts) -> str:
         f"|---|---:|---:|{'---:|' * len(metrics)}",
     ]
     for place in map(SavedModel, folders):
-        condition, measured = Run.of(place).condition, read_record(place, RESULTS_FILE)
+        condition, measured = Run.of(place).condition, place.read_json(RESULTS_FILE)
         shuffle, offset = (condition.get(f"evaluation_{name}") for name in ("shuffle", "offset"))
-        if read_record(place, WEIGHTS_FILE).get("sha256") != saved.digest:
+        if place.read_json(WEIGHTS_FILE).get("sha256") != saved.digest:
             raise InputError(f"--conditions {place} was measured with other weights than the stored ones.")
         changes = [f"{shuffle} of each image shuffled"] if shuffle not in (None, "none") else []
         changes += [f"coordinates shifted, ρ = {offset:g}, draw {condition['evaluation_seed']}"] if offset else []
         if not changes:
             raise InputError(f"--conditions {place} evaluates unchanged images; accepted by --evaluation.")
-        size = read_record(place, CONFIG_FILE)["image_size"][-1]
+        size = place.read_json(CONFIG_FILE)["image_size"][-1]
         shown = " | ".join(_interval(measured, f"eval_{name}") for name in metrics)
         rows.append(f"| {', '.join(changes)} | {size} | {measured['eval_samples']:,} | {shown} |")
     about = (

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from ...auto import model_class
 from ...encoding.kinds import ENCODINGS
@@ -26,20 +27,23 @@ from .facts import FOLDER, METRICS, Data, Facts, FactsError, Figure, common_fact
 
 CARD = "README.md"
 PICTURE = "accuracy_by_image_size.png"
+# Where the Hub's leaderboards look for results (https://huggingface.co/docs/hub/eval-results).
+LEADERBOARD_FILE = ".eval_results/hf_liere.yaml"
 UNKNOWN_DATA = Data("data that are not recorded")
-NO_LICENSE = "No licence was chosen for these weights."
+LICENSE, NO_LICENSE = "The licence of these weights is `{}`.", "No licence was chosen for these weights."
 
 
 @dataclass(frozen=True)
 class Card:
-    """Text of README.md and the pictures beside it."""
+    """Text of README.md, and the pictures and results beside it."""
 
     text: str
-    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         (folder / CARD).write_text(self.text, encoding="utf-8")
-        for name, content in self.pictures.items():
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
 
     @property
@@ -53,7 +57,7 @@ class Card:
             raise FactsError(f"The card names the licence {self.license!r}, not {license!r}; change one of them.")
         card = ModelCard(self.text, ignore_metadata_errors=True)
         card.data["license"] = license
-        return replace(self, text=str(card).replace(NO_LICENSE, _license_sentence(license)))
+        return replace(self, text=str(card).replace(NO_LICENSE, LICENSE.format(license)))
 
     @classmethod
     def read(cls, saved: SavedModel) -> "Card":
@@ -62,7 +66,7 @@ class Card:
             text = saved.read(CARD).decode("utf-8")
         except UnicodeDecodeError:
             raise FactsError(f"{saved.folder / CARD} is not UTF-8 text.") from None
-        names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
+        names = [*re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text), *filter(saved.has, [LEADERBOARD_FILE])]
         card = cls(text, {name: saved.read(name) for name in names})
         card.require_weights(saved)
         return card
@@ -79,8 +83,9 @@ class Card:
 
 def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = None) -> Card:
     """
-    Render the card of a checkpoint: metadata with a `model-index` of the measurements, text, tables and a plot. Code in
-    it loads the model from the Hub, or with this package from a `folder` that is not there.
+    Render the card of a checkpoint: metadata with a `model-index` of the measurements, text, tables and a plot, and for
+    a repository what leaderboards read. Code in it loads the model from the Hub, or with this package from a `folder`
+    that is not there.
     """
     common = common_facts()
     encoding = common["encodings"][facts.encoding]
@@ -104,7 +109,10 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
     )
     # The evaluations whose images all had the same size.
     by_size = [result for result in facts.results if result.max_num_patches is None]
-    pictures = {PICTURE: _plot(facts, by_size)} if len({result.height for result in by_size}) > 1 else {}
+    files = {PICTURE: _plot(facts, by_size)} if len({result.image_size[-2] for result in by_size}) > 1 else {}
+    if repo_id and (entries := list(_leaderboard_entries(facts))):
+        content = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
+        files[LEADERBOARD_FILE] = content.encode()
     card = ModelCard.from_template(
         metadata,
         template_path=str(FOLDER / "template.md.jinja"),
@@ -114,9 +122,9 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         rotary=facts.encoding in ENCODINGS,
         described=list({one.name: one for one in data if one.description or one.terms}.values()),
         evaluated=facts.evaluated,
-        picture=PICTURE if pictures else None,
+        picture=PICTURE if PICTURE in files else None,
         metrics={key: label for key, label in METRICS.items() if any(key in one.numbers for one in facts.results)},
-        license=_license_sentence(facts.license),
+        license=LICENSE.format(facts.license) if facts.license else NO_LICENSE,
         version=__version__,
         sides=sides_of,
         examples="clips" if video else "images",
@@ -126,7 +134,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         auto_class=_auto_class(architecture),
         module=None if architecture == "adapter" else model_class(architecture).config_class.code_file,
     )
-    return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)
+    return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", files)
 
 
 def has_card(saved: SavedModel) -> bool:
@@ -162,10 +170,6 @@ def _library(kind: str | None) -> str:
     """The library of a model class by its name, as adapters have nothing else; else transformers."""
     known = {name: tower.library for tower in TOWERS for name in tower.kinds} | {"VisionTransformerDistilled": "timm"}
     return known.get(str(kind), "transformers")
-
-
-def _license_sentence(license: str | None) -> str:
-    return f"The licence of these weights is `{license}`." if license else NO_LICENSE
 
 
 def _auto_class(architecture: str) -> str | None:
@@ -208,6 +212,17 @@ def _eval_results(facts: Facts, result: Figure, task: str | None) -> Iterator[Ev
         )
 
 
+def _leaderboard_entries(facts: Facts) -> Iterator[EvalResultEntry]:
+    """The accuracies of finished training on data of the Hub; their date is that of the commit."""
+    for result in facts.results:
+        data = result.data or facts.evaluated or UNKNOWN_DATA
+        if data.hub_id and not facts.progress:
+            samples = f"{result.samples} examples" if result.samples else None
+            about = [f"top-1 accuracy at {result.inputs}", data.split, samples]
+            notes, task = ", ".join(filter(None, about)), data.config or "default"
+            yield EvalResultEntry(data.hub_id, task, result.numbers["accuracy"], notes=notes)
+
+
 def _plot(facts: Facts, results: list[Figure]) -> bytes:
     """Accuracy against image height with intervals, and the paper's figures as open circles."""
     require_libraries("The plot of the card", "train", "matplotlib")
@@ -215,7 +230,8 @@ def _plot(facts: Facts, results: list[Figure]) -> bytes:
 
     picture = Picture(figsize=(6, 3.8), layout="constrained")
     axes = picture.subplots()
-    heights, estimates = [result.height for result in results], [result.estimate("accuracy") for result in results]
+    heights = [result.image_size[-2] for result in results]
+    estimates = [result.estimate("accuracy") for result in results]
     values = [100 * value for value, _, _ in estimates]
     bounds = [[100 * abs(one[end] - one[0]) for one in estimates] for end in (1, 2)]
     axes.errorbar(heights, values, yerr=bounds, fmt="o-", color="#0072B2", capsize=3, label="this checkpoint, measured")
@@ -223,7 +239,7 @@ def _plot(facts: Facts, results: list[Figure]) -> bytes:
     if paper := sorted(facts.paper_figures, key=lambda one: one.image_size):
         values = [100 * one.numbers["accuracy"] for one in paper]
         label = f"the paper's model ({paper[0].where})"
-        axes.plot([one.height for one in paper], values, "o", mfc="none", color="#777777", label=label)
+        axes.plot([one.image_size[-2] for one in paper], values, "o", mfc="none", color="#777777", label=label)
     axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {(facts.evaluated or UNKNOWN_DATA).name} (%)")
     axes.legend(frameon=False)
     content = io.BytesIO()

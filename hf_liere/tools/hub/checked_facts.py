@@ -27,7 +27,6 @@ UNUSED = (None, False, 0, 0.0, -1)
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
 # What beside their names decides whether two descriptions of data mean the same.
 DATA_DETAILS = ("config", "split", "files", "samples")
-NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Run(Record):
 
     @classmethod
     def of(cls, saved: SavedModel) -> "Run":
-        content = _select(read_record(saved, RUN_FILE), [item.name for item in fields(cls)])
+        content = _select(saved.read_json(RUN_FILE), [item.name for item in fields(cls)])
         return cls.read(content, str(saved.folder / RUN_FILE))
 
 
@@ -63,7 +62,7 @@ def facts_of_run(
     Raises [`FactsError`] if a figure was measured with other or unknown weights, data or configuration, or if `facts`
     contradict the checkpoint or its records; the message lists each such fact.
     """
-    checkpoint, conversion, run = describe_checkpoint(saved), read_record(saved, CONVERSION_FILE), Run.of(saved)
+    checkpoint, conversion, run = describe_checkpoint(saved), saved.read_json(CONVERSION_FILE), Run.of(saved)
     known = facts or Facts(title=title or saved.folder.resolve().name, encoding=checkpoint["encoding"])
     if conversion.get("weights") == saved.digest:
         missing = [name for name in ("converted_from", "notes", "license") if getattr(known, name) is None]
@@ -156,7 +155,7 @@ def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
             base_name = str(model.get("base_model_name_or_path"))
             if base_name.count("/") == 1 and not Path(base_name).exists():
                 model["repository"] = base_name
-            names = read_record(saved, LABELS).get("names", [])
+            names = saved.read_json(LABELS).get("names", [])
     if model.get("rotary_init") == "pretrained":
         # Models with RoPE have no position table to keep.
         model.pop("keep_absolute", None)
@@ -171,7 +170,7 @@ def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -
     The evaluation of images or videos in a script's output folder, or `metrics` of that run; `None` without one. Raises
     [`FactsError`] if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
     """
-    metrics = read_record(saved, RESULTS_FILE) if metrics is None else metrics
+    metrics = saved.read_json(RESULTS_FILE) if metrics is None else metrics
     run = Run.of(saved)
     if not metrics or run.image_size is None:
         return None
@@ -184,7 +183,7 @@ def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -
         "image_size": run.image_size,
         # Unreadable examples are counted separately and do not enter any metric.
         "samples": samples and samples - metrics.get("eval_unreadable", 0),
-        "weights": read_record(saved, "weights.json").get("sha256"),
+        "weights": saved.read_json("weights.json").get("sha256"),
         "data": data,
         "max_num_patches": run.data.get("max_num_patches"),
     }
@@ -203,7 +202,7 @@ def data_of_run(run: Run, side: str) -> Data:
     else:
         matching = [data for data in known if files and set(files) <= set(data.get("files", ()))]
         shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
-        other = {"name": shown or used.get("folder") or NOT_RECORDED, "type": "custom"}
+        other = {"name": shown or used.get("folder") or "not recorded", "type": "custom"}
     details = {"files": files, **{key: used.get(key) for key in ("config", "split", "samples")}}
     content = {key: value for key, value in ([*matching, other][0] | details).items() if value}
     return Data.read(content, f"{side} data in {RUN_FILE}")
@@ -216,7 +215,7 @@ def _everything_recorded(saved: SavedModel, run: Run, model: dict[str, Any], mea
         recorded["evaluation_data"] = measured[0].data
     if run == Run():
         return recorded
-    environment, metrics = read_record(saved, "environment.json"), read_record(saved, "all_results.json")
+    environment, metrics = saved.read_json("environment.json"), saved.read_json("all_results.json")
     training, start = run.training, run.model_name_or_path
     recipe = {**model, **run.data, **run.augmentation, **training, "model_name_or_path": start}
     if (training.get("max_steps") or 0) > 0 and "epoch" in metrics:
@@ -323,11 +322,3 @@ def _statements(facts: Mapping[str, Any], group: tuple = ()) -> Iterator[tuple[t
 def _select(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The values of `names` that are not `None`."""
     return {name: values[name] for name in names if values.get(name) is not None}
-
-
-def read_record(saved: SavedModel, name: str) -> dict[str, Any]:
-    """Read a record beside a model; empty if missing. Raises [`FactsError`] if it cannot be read."""
-    try:
-        return saved.read_json(name) if saved.has(name) else {}
-    except ValueError as error:
-        raise FactsError(str(error)) from None

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ...storage.client import HubError
 from ...storage.saved_code import find_code, read_references
 from ...storage.saved_model import CONFIG, WEIGHTS_INDEX, SavedModel, first_line
+from .cards import LEADERBOARD_FILE, PICTURE
 from .pulling import files_by_name
 from .staging import REPLACED
 
@@ -86,7 +87,7 @@ def differences(
                 mine["auto_map"] = coded.configuration.get("auto_map")
             fields = sorted(field for field in mine.keys() | other if mine.get(field, ...) != other.get(field, ...))
             found += (f"{name} has {field} {_format(other, field)} for {_format(mine, field)}" for field in fields)
-    kept = {*weights, *ours, *(path.name for path in coded.folder.iterdir())}
+    kept = {*weights, *ours, PICTURE, LEADERBOARD_FILE, *(path.name for path in coded.folder.iterdir())}
     return found + [f"{name} would go" for name in obsolete_files(there, kept, theirs)]
 
 

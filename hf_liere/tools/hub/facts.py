@@ -11,6 +11,7 @@ from huggingface_hub.dataclasses import type_validator
 
 from ...errors import InputError
 from ...registers import closest
+from ...storage.loading import explain
 
 
 METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
@@ -117,10 +118,6 @@ class Figure(Record):
         sides = " × ".join(map(str, self.image_size))
         return f"{sides} px" if self.max_num_patches is None else f"up to {self.max_num_patches} patches"
 
-    @property
-    def height(self) -> int:
-        return self.image_size[-2]
-
     def estimate(self, metric: str) -> tuple[float, float, float]:
         """A metric and the bounds of its interval; both are the value if no interval was measured."""
         value, bounds = self.numbers[metric], (f"{metric}_low", f"{metric}_high")
@@ -213,10 +210,7 @@ def load_facts(path: str | Path) -> Facts:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
-        place = f", line {mark.line + 1}" if mark else ""
-        raise FactsError(f"{file.name} is not a readable yaml file{place}: {reason}.") from None
+        raise FactsError(f"{file.name} is not a readable yaml file: {explain(error)}.") from None
     if not isinstance(content, dict):
         raise FactsError(f"{file.name} contains a {type(content).__name__}; accepted: a mapping of facts.")
     return Facts.read(content, file.name)

@@ -26,7 +26,7 @@ from ...storage.saved_model import (
     SavedModel,
     require_own_file,
 )
-from .cards import PICTURE
+from .cards import LEADERBOARD_FILE, PICTURE
 from .checked_facts import CONVERSION_FILE, PROCESSOR_CONFIGS, read_patch
 from .pulling import files_by_name
 from .secrets import PLACEHOLDER, VOCABULARIES, find_named_secret, readings
@@ -55,7 +55,7 @@ REPLACED = re.compile(
     r"|^(pytorch_model|model|adapter_(model|config)|rotary)[^/]*\.(bin|safetensors|json)$"
     r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
     r"|^(video_)?preprocessor_config\.json$"
-    rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, LABELS, PICTURE)))})$"
+    rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, LABELS, PICTURE, LEADERBOARD_FILE)))})$"
 )
 
 
@@ -78,7 +78,10 @@ def stage(
     saved.require_finite_weights()
     target.mkdir(parents=True, exist_ok=True)
     if saved.kind == "model":
-        model = load_complete(saved)
+        if not saved.has(CONFIG):
+            raise ValueError(f"{saved} contains neither {CONFIG} nor {ADAPTER_CONFIG}: it is not a saved model.")
+        model_class(saved.architecture)
+        model, _ = load_checkpoint(saved.folder, dtype="auto")
         model.save_pretrained(target, max_shard_size=max_shard_size)
     else:
         model = None
@@ -107,14 +110,6 @@ def require_copy(saved: SavedModel, staged: SavedModel) -> None:
         )
 
 
-def load_complete(saved: SavedModel) -> PreTrainedModel:
-    """[`load_checkpoint`] of a folder with safetensors. Raises `ValueError` unless it contains one of our models."""
-    if saved.weight_files and not saved.has(CONFIG):
-        raise ValueError(f"{saved} contains neither {CONFIG} nor {ADAPTER_CONFIG}: it is not a saved model.")
-    model_class(saved.architecture)
-    return load_checkpoint(saved.folder, dtype="auto")[0]
-
-
 def write_code_for(theirs: SavedModel, folder: Path) -> list[SavedModel]:
     """The configuration of a repository with the code that this package saves with it; none if it is not ours."""
     try:
@@ -131,7 +126,7 @@ def write_code_for(theirs: SavedModel, folder: Path) -> list[SavedModel]:
 def complete_video_processor(folder: Path) -> None:
     """Write the code of our video processor beside a processor file that names it, and refer to it there."""
     copied, (code_file, _, name) = SavedModel(folder), VIDEO_PROCESSOR.partition(".")
-    content = copied.read_json(VIDEO_SETTINGS) if copied.has(VIDEO_SETTINGS) else {}
+    content = copied.read_json(VIDEO_SETTINGS)
     if content.get("video_processor_type") == name:
         content["auto_map"] = {"AutoVideoProcessor": VIDEO_PROCESSOR}
         (folder / VIDEO_SETTINGS).write_text(json.dumps(content, indent=2) + "\n")

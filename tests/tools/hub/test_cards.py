@@ -9,7 +9,7 @@ from checkout import ROOT
 from encoding_cases import OWN_PLAIN
 from hub_cards import validate_card
 from hub_client import client
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResultEntry, ModelCard, parse_eval_result_entries
 from run_records import AGREEING, edit, save_run, write_records
 from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
@@ -18,10 +18,10 @@ import hf_liere
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.tools.cli import main
-from hf_liere.tools.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render_card
+from hf_liere.tools.hub.cards import LEADERBOARD_FILE, NO_LICENSE, PICTURE, Card, push_card, render_card
 from hf_liere.tools.hub.checked_facts import facts_of_run
-from hf_liere.tools.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
-from hf_liere.tools.hub.publishing import publish, push
+from hf_liere.tools.hub.facts import FOLDER, Data, Facts, FactsError, common_facts, load_facts
+from hf_liere.tools.hub.publishing import publish, push, verify
 from hf_liere.tools.hub.reload_check import outputs
 
 
@@ -149,10 +149,34 @@ def test_evaluations_at_other_sizes_make_a_table_and_a_plot(run, tmp_path):
     card = push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
     rows = re.findall(r"^\| (\d+ × \d+)(?: \(as trained\))? \| 10,000 \| (\d+\.\d)%", card.text, re.M)
     assert rows == [("16 × 16", "62.5"), ("32 × 32", "50.0")]
-    assert card.pictures[PICTURE].startswith(b"\x89PNG") and f"]({PICTURE})" in card.text
+    assert card.files[PICTURE].startswith(b"\x89PNG") and f"]({PICTURE})" in card.text
     assert len(ModelCard(card.text).data.eval_results) == 4
     card.write(folder)
     assert Card.read(SavedModel(folder)) == card
+
+
+def test_leaderboards_get_what_was_measured_on_data_of_the_hub(run, tmp_path):
+    folder, digest = run
+    write_records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
+    facts = facts_of_run(SavedModel(folder), evaluations=[tmp_path / "at_32"])
+    about = "top-1 accuracy at {0} × {0} px, test, 10000 examples"
+    measured = [("default", 0.625, about.format(16)), ("default", 0.5, about.format(32))]
+
+    def entries(facts, repo_id="me/x"):
+        content = render_card(facts, repo_id).files.get(LEADERBOARD_FILE, b"[]")
+        return parse_eval_result_entries(yaml.safe_load(content))
+
+    expected = [EvalResultEntry("uoft-cs/cifar10", task, value, notes=notes) for task, value, notes in measured]
+    assert entries(facts) == expected
+    named, private = (
+        dataclasses.replace(facts, results=[dataclasses.replace(one, data=data) for one in facts.results])
+        for data in (Data("GPQA", hub_id="me/gpqa", config="gpqa_diamond"), Data("Mine", split="test"))
+    )
+    assert {(one.dataset_id, one.task_id) for one in entries(named)} == {("me/gpqa", "gpqa_diamond")}
+    unfinished = dataclasses.replace(facts, progress={"step": 1, "max_steps": 2, "metrics": None})
+    assert (
+        entries(private) == entries(unfinished) == entries(facts, None) == entries(load_facts("liere8_cifar100")) == []
+    )
 
 
 def test_half_an_interval_is_not_shown(run):
@@ -263,7 +287,7 @@ def test_a_video_is_measured_at_its_height(tiny_video, tmp_path):
         write_records(tmp_path / name, digest, accuracy=0.5, size=size)
         edit(tmp_path / name / "run_config.json", image_size=[4, size, size])
     card = push_card(SavedModel(tmp_path / "run"), "me/x", evaluations=[tmp_path / "wide"])
-    assert "| 4 × 8 × 8 (as trained) |" in card.text and "| 4 × 16 × 16 |" in card.text and PICTURE in card.pictures
+    assert "| 4 × 8 × 8 (as trained) |" in card.text and "| 4 × 16 × 16 |" in card.text and PICTURE in card.files
 
 
 def test_a_card_of_a_run_that_goes_on(run):
@@ -345,7 +369,8 @@ def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
     push(folder, "tester/model", card=card, api=client(hub), reload=False)
     files = hub.files("tester/model")
     assert hub.repo("tester/model").read(files["README.md"]).decode() == card.text
-    assert hub.repo("tester/model").read(files[PICTURE]) == card.pictures[PICTURE]
+    assert {name: hub.repo("tester/model").read(files[name]) for name in (PICTURE, LEADERBOARD_FILE)} == card.files
+    verify(folder, "tester/model", api=client(hub))
     assert "weights.json" in files and "run_config.json" in files
 
 

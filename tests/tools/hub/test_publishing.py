@@ -28,11 +28,10 @@ from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.tools.cli import main
 from hf_liere.tools.convert import convert_checkpoint
-from hf_liere.tools.hub.cards import push_card, render_card
+from hf_liere.tools.hub.cards import LEADERBOARD_FILE, push_card, render_card
 from hf_liere.tools.hub.checked_facts import facts_of_run
 from hf_liere.tools.hub.publishing import check_reload, publish, push
 from hf_liere.tools.hub.pulling import pull
-from hf_liere.tools.hub.staging import load_complete
 
 
 @pytest.mark.slow
@@ -134,7 +133,7 @@ def test_a_commit_that_does_not_load_is_no_success(ready, saved, hub):
     published = publish(ready, "tester/model", message="Broken", api=client(hub))
     pulled = pull("tester/model", api=client(hub))
     with pytest.raises(HubError, match="(?s)does not load.*broken"):
-        check_reload(load_complete(SavedModel(saved["image"])), published, pulled.folder)
+        check_reload(AutoModelForImageClassification.from_pretrained(saved["image"]), published, pulled.folder)
 
 
 def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
@@ -157,10 +156,10 @@ def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
 
 def test_a_push_replaces_earlier_weights_and_leaves_other_files(saved, ready, hub, tmp_path):
     (ready / "LICENSE").write_text("terms")
-    (ready / "last-checkpoint").mkdir()
     old = ("pytorch_model.bin", "training_args.bin", "last-checkpoint/optimizer.pt", "old_helper.py")
     # Figures of other weights.
-    for name in (*old, "eval_results.json", "accuracy_by_image_size.png", "own_script.py"):
+    for name in (*old, "eval_results.json", LEADERBOARD_FILE, "accuracy_by_image_size.png", "own_script.py"):
+        (ready / name).parent.mkdir(exist_ok=True)
         (ready / name).write_bytes(b"old")
     (ready / "modeling_liere.py").write_text("from .old_rotation import R\n")
     (ready / "old_rotation.py").write_text("def r():\n    from .old_helper import H\n    from .words import W\n")

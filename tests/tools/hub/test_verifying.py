@@ -15,6 +15,7 @@ import hf_liere
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel, weights_digest
 from hf_liere.tools.cli import main
+from hf_liere.tools.hub.cards import LEADERBOARD_FILE, PICTURE
 from hf_liere.tools.hub.publishing import publish, push, verify
 from hf_liere.tools.hub.staging import stage
 
@@ -96,7 +97,8 @@ Path({str(tmp_path / "seen")!r}).write_text(json.dumps([dict(os.environ), get_to
     configuration = json.loads((copy / "config.json").read_text()) | {"transformers_version": "5.17.0"}
     assert configuration.pop("initializer_range") == hf_liere.LieREViTConfig().initializer_range
     (copy / "config.json").write_text(json.dumps(configuration))
-    written("notes.txt", "Of the owner.")(copy)
+    for name in ("notes.txt", PICTURE, LEADERBOARD_FILE):
+        written(name, "Of the owner, or of a card.")(copy)
     publish(copy, "tester/model", message="Earlier", api=client(hub), private=True)
     secrets = {"HF_TOKEN": WRITE, "WANDB_API_KEY": "5" * 40, "AWS_SECRET_ACCESS_KEY": "6" * 40, "MY_ACCOUNT": "7" * 40}
     for name, value in secrets.items():
