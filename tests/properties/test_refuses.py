@@ -22,6 +22,7 @@ from hf_liere.errors import InputError
 from hf_liere.fast.scaling_and_squaring import RayTokens
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.rotation.exponential import skew
+from hf_liere.storage.loading import CheckpointError
 from hf_liere.storage.saved_model import SavedModel
 from hf_liere.tools.conversion.checkpoints import convert_state_dict
 from hf_liere.tools.convert import convert_checkpoint
@@ -262,20 +263,20 @@ SHARE = "accepted is finite numbers, accuracy as a share of 1"
 
 
 @refuses(
-    FactsError,
+    CheckpointError,
     (written("eval_results.json", "{"), "eval_results.json is not a json file"),
     (written("eval_results.json", "[1]"), "eval_results.json contains a list; accepted: a json object"),
+    (written("weights.json", "not json"), "weights.json is not a json file"),
+)
+@refuses(
+    FactsError,
     (written("eval_results.json", '{"eval_accuracy": NaN}'), f"{{'accuracy': nan}}: {SHARE}"),
     (written("eval_results.json", '{"eval_accuracy": "high"}'), f"{{'accuracy': 'high'}}: {SHARE}"),
     (written("eval_results.json", '{"eval_map": 0.5}'), f"numbers {{}}: {SHARE}"),
     (written("eval_results.json", '{"eval_accuracy": 0.5, "eval_loss": Infinity}'), "'loss': inf}: accepted is finite"),
     (written("run_config.json", '{"training": 3}'), "run_config.json: training 3: accepted is a json object"),
-    (
-        written("run_config.json", '{"model_name_or_path": 3}'),
-        "model_name_or_path 3: accepted is a name",
-    ),
+    (written("run_config.json", '{"model_name_or_path": 3}'), "model_name_or_path 3: accepted is a name"),
     (written("weights.json", '{"sha256": 3}'), "weights 3: accepted is the digest of the evaluated weights"),
-    (written("weights.json", "not json"), "weights.json is not a json file"),
     (lambda run: (run / "weights.json").unlink(), "was measured with unknown weights"),
     (written("config.json", "{}"), "config.json is not a configuration of hf_liere: None is none of our models"),
     (edited("config.json", architectures=["LieREViTModel"], hidden_size="wide"), "is not a configuration"),

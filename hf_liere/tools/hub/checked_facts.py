@@ -168,7 +168,7 @@ def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
 def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -> Figure | None:
     """
     The evaluation of images or videos in a script's output folder, or `metrics` of that run; `None` without one. Raises
-    [`FactsError`] if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
+    `ValueError` if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
     """
     metrics = saved.read_json(RESULTS_FILE) if metrics is None else metrics
     run = Run.of(saved)
