@@ -158,7 +158,8 @@ def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieRECon
         if changes[name] is None:
             changes[name] = learned and getattr(config, name)
     # Reset fields for which the new encoding has its own defaults.
-    changes = dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS)) | changes
+    reset = dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
+    changes = reset | {"content_positions": config.content_positions} | changes
     if traits is None:
         # Generators that start at zero do not rotate class tokens, whatever their position.
         changes["rotate_prefix"] = None
@@ -377,6 +378,9 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
         _check_scalable(config)
         scaled = encoder.rotary_encoding.scale_generators(torch.tensor(ratios))
         changed |= {f"rotary_encoding.{name}": tensor for name, tensor in scaled.items()}
+        if (content := encoder.rotary_encoding.content) is not None:
+            rows = content.weight.new_tensor(ratios).repeat(content.heads).unsqueeze(-1)  # (heads · A, 1)
+            changed["rotary_encoding.content.weight"] = content.weight.detach() / rows
     return rebuild(model, config, changed)
 
 

@@ -15,13 +15,13 @@ class ContentPositions(nn.Module):
     angles of Selective RoPE (arXiv 2511.17388). W = 0 at the start, where nothing moves.
 
     Attributes:
-        weight: (layers or 1, heads · A or A, hidden_size), the W.
+        weight: (layers, heads · A or A, hidden_size), the W.
     """
 
     def __init__(self, config, num_axes: int):
         super().__init__()
         self.heads = config.num_attention_heads if "heads" in config.content_positions else 1
-        self.sums, layers = "sum" in config.content_positions, 1 if config.share_layers else config.num_hidden_layers
+        self.sums, layers = "sum" in config.content_positions, config.num_hidden_layers
         self.weight = LearnedRotations.new_parameter(layers, self.heads * num_axes, config.hidden_size)
         nn.init.zeros_(self.weight)
 
@@ -37,7 +37,7 @@ class ContentPositions(nn.Module):
         p + g(x) of (B, N, hidden_size) states. Tokens that are false in (1 or B, N) `moves` stay, or add nothing to a
         sum, which continues `past`, the total of the tokens before.
         """
-        weight = self.weight[layer if len(self.weight) > 1 else 0]  # (heads · A, hidden_size)
+        weight = self.weight[layer]  # (heads · A, hidden_size)
         dtype = torch.promote_types(torch.promote_types(states.dtype, weight.dtype), torch.float32)
         with maybe_autocast(weight.device.type, enabled=False):
             offsets = nn.functional.linear(states.to(weight.device, dtype), weight.to(dtype))
@@ -48,5 +48,5 @@ class ContentPositions(nn.Module):
             offsets = offsets.cumsum(1) + (0.0 if past is None else past.unsqueeze(1))
         coordinates = positions.locate().coordinates.to(offsets)  # (N, A) or (1 or B, N, A)
         moved = TokenPositions(torch.cat([coordinates] * self.heads, dim=-1) + offsets)  # (B, N, heads · A)
-        moved.heads, moved.total = self.heads, offsets[:, -1]
+        moved.heads, moved.total = self.heads, offsets[:, -1:].sum(1)
         return moved

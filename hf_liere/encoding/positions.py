@@ -174,10 +174,7 @@ class TokenPositions:
         return TokenPositions.from_coordinates(patches, self.num_prefix_tokens)
 
     def by_head(self, values: torch.Tensor) -> torch.Tensor:
-        """
-        Values of axes, (A, layers, 1 or heads, …), as those of the axes of all heads, (heads · A, layers, heads, …):
-        zero for the axes of another head.
-        """
+        """(A, layers, 1 or heads, …) → (heads · A, layers, heads, …), zero where a head meets another's axes."""
         if self.heads == 1:
             return values
         own = torch.eye(self.heads, dtype=values.dtype, device=values.device)

@@ -207,8 +207,7 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
             parts = zip(positions.coordinates.chunk(positions.heads, -1), own_entries)
             of_heads: list[list[Any]] = [self.rotations_from(TokenPositions(own), part, dtype) for own, part in parts]
             layers = zip(*(rotations[: entries.shape[1]] for rotations in of_heads))
-            blocks = [torch.cat([each.blocks for each in layer], dim=1) for layer in layers]
-            return self.repeat_for_layers([BlockRotation(layer) for layer in blocks])
+            return self.repeat_for_layers([BlockRotation(torch.cat([x.blocks for x in layer], 1)) for layer in layers])
         coordinates, rotation_dtype = self.working_coordinates(positions), self.rotation_dtype  # (B · N, A)
         matrices = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
         # (B · N, H · blocks, b, b) per layer

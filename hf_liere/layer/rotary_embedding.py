@@ -160,10 +160,8 @@ class LieRotaryEmbedding(Tables):
 
         Raises:
             ValueError: if positions are of another type, have another number of axes, or are not floating point or
-                not finite, or every layer moves them by its states.
+                not finite.
         """
-        if self.encoding.content is not None:
-            raise ValueError("content_positions move tokens in every layer; accepted: positions and states in calls.")
         return list(self.encoding(self._check_positions(positions), dtype))
 
     def moved(

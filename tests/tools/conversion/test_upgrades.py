@@ -21,7 +21,11 @@ EXACT = {"rtol": 0, "atol": 1e-5}
 
 
 def classifier(encoding, **fields):
-    return vit(position_encoding=encoding, initializer_range=0.2, **fields)
+    model = vit(position_encoding=encoding, initializer_range=0.2, **fields)
+    for name, parameter in model.named_parameters():
+        if "content" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 @torch.no_grad()
@@ -45,6 +49,8 @@ EXACT_UPGRADES = [
     ("rope_mixed", {}, "liere", 2),
     ("rope_mixed", {}, "liere", 8),
     ("rope_mixed", {"share_heads": True}, "liere", 6),
+    ("rope_mixed", {"content_positions": "heads"}, "liere", 8),
+    ("comrope_ld", {"block_size": 8, "content_positions": "shared_sum", "share_layers": True}, "rope_mixed", None),
     ("rope_mixed", {}, "comrope_ld", 2),
     ("liere", {"block_size": 4}, "liere", 8),
     ("liere", {"block_size": 5}, "liere", 20),
@@ -267,6 +273,7 @@ RESIZED = [
     ("absolute", {"position_table_size": [3, 3]}),
     ("axial_rope", {}),
     ("rope_mixed", {"coordinates": "train_index"}),
+    ("rope_mixed", {"coordinates": "train_index", "content_positions": "heads_sum"}),
     ("rope_mixed", {"use_absolute_position_embeddings": True}),
     ("liere", {"block_size": 4}),
     ("liere", {"share_layers": True}),
