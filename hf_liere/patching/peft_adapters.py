@@ -221,13 +221,14 @@ def save_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> An
             write_rotations(model, folder, values, is_main, name)
             if is_main:
                 _name_plain_class(type(model.get_base_model()), folder / PEFT_CONFIG)
-                write_labels(model.get_base_model().config, folder)
+                write_labels(getattr(model.get_base_model(), "config", None), folder)
     return result
 
 
-def write_labels(config: PreTrainedConfig, folder: Path) -> None:
+def write_labels(config: Any, folder: Path) -> None:
     """Write the classes beside the adapter of a classifier, because the base's configuration has others or none."""
-    if "id2label" in config.to_diff_dict():
+    # Models of other libraries have no such configuration.
+    if isinstance(config, PreTrainedConfig) and "id2label" in config.to_diff_dict():
         names = [config.id2label[number] for number in sorted(config.id2label)]
         content = {"names": names, "problem_type": config.problem_type}
         replace_file(folder / LABELS, (json.dumps(content, indent=2) + "\n").encode())
