@@ -178,6 +178,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
             multipliers = placed.by_head(multipliers[:, layers])  # (A, layers, H, blocks)
             coordinates = coordinates.to(dtype).reshape(-1, len(multipliers))  # (B · N, A)
             basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
+            generators = generators.expand(-1, multipliers.shape[2], -1, -1, -1)
             phases, cos_sins = [], []
             outer: list[torch.Tensor | None] = []
             step = len(generators) if batches_layers(device) else 1

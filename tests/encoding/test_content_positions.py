@@ -1,5 +1,6 @@
 """Positions that tokens choose, p + W x or p + Σ W x of every layer, beside loops over tokens and heads in float64."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -10,13 +11,11 @@ from model_cases import clips, hidden, images, of_sizes, own, points
 from patching_cases import same_bits
 
 from hf_liere import LieRotaryEmbedding, RotaryEncoding
-
-
-def padded_first():
-    return points() | {"attention_mask": torch.arange(5) >= torch.tensor([[0], [2]])}
+from hf_liere.fast.dispatch import as_on_accelerators
 
 
 CHOICES = ["shared_sum", "heads", "heads_sum", "shared"]
+PADDED = {"attention_mask": torch.arange(5) >= torch.tensor([[0], [2]])}
 # Kind of model, encoding, inputs, other fields.
 CASES = {
     "image": ("image", "rope_mixed", images, {}),
@@ -29,7 +28,7 @@ CASES = {
     "sizes": ("image", "golden_gate_rope", of_sizes, {}),
     "dropped": ("image", "rope_mixed", images, {"patch_dropout_prob": 0.5}),
     "shares": ("points", "shares", points, {}),
-    "padded": ("points", "rope_mixed", padded_first, {}),
+    "padded": ("points", "rope_mixed", lambda: points() | PADDED, {}),
     "of a user": ("points", "two_parameters", points, {}),
 }
 CHOSEN = [*itertools.product(["image"], CHOICES), *zip(CASES, itertools.cycle(CHOICES))]
@@ -111,16 +110,17 @@ def test_a_saved_model_without_is_a_start(encoding, content, tmp_path):
     assert same_bits([moved(**inputs).logits], [plain(**inputs).logits])
 
 
-def test_checkpointed_gradients_are_the_same():
-    model, inputs = perturb(build("blocks", "heads_sum")).train(), clips()
-    found = []
-    for _ in range(2):
+@pytest.mark.parametrize("case", ["blocks", "axes in turn"])
+def test_gradients_are_those_of_checkpoints_and_accelerators(case):
+    model, inputs, found = perturb(build(case, "heads_sum")).train().double(), to_double(CASES[case][2]()), []
+    for conditions in (contextlib.nullcontext, as_on_accelerators, contextlib.nullcontext):
         model.zero_grad()
-        model(**inputs).logits.square().sum().backward()
+        with conditions():
+            model(**inputs).logits.square().sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
         model.gradient_checkpointing_enable()
-    torch.testing.assert_close(*found)
-    assert found[0] and model.liere.rotary_encoding.content.weight.grad.abs().amin() > 0
+    torch.testing.assert_close(found[1:], found[:1] * 2)
+    assert model.liere.rotary_encoding.content.weight.grad.abs().amin() > 0
 
 
 @pytest.mark.parametrize("content", ["shared_sum", "heads_sum"])
@@ -129,16 +129,15 @@ def test_layers_continue_sums(content):
     """In pieces, as with a cache, and where queries share the positions of their key heads."""
     options = {"num_key_value_heads": 2, "num_layers": 2, "hidden_size": 40}
     rotary = perturb(LieRotaryEmbedding(4, 24, 2, "rope_mixed", content_positions=content, **options)).double()
-    query, key, states = (torch.randn(2, *shape).double() for shape in ((4, 6, 24), (2, 6, 24), (6, 40)))
-    positions = torch.rand(2, 6, 2).double()
+    shapes = (4, 6, 24), (2, 6, 24), (6, 40), (6, 2)
+    query, key, states, positions = (torch.randn(2, *shape).double() for shape in shapes)
     whole = rotary(query, key, positions, layer=1, states=states)
     weight = rotary.encoding.content.weight[1].unflatten(0, (-1, 2))  # (1 or 2, A, C)
     offsets = torch.einsum("kac,bnc->bkna", weight, states).cumsum(2).expand(-1, 2, -1, -1)
     plain = LieRotaryEmbedding(4, 24, 2, "rope_mixed", num_key_value_heads=2, num_layers=2).double()
     plain.load_state_dict(rotary.state_dict(), strict=False)
     for head in range(2):
-        places = positions + offsets[:, head]
-        expected = plain(query, key, places, layer=1)
+        expected = plain(query, key, positions + offsets[:, head], layer=1)
         torch.testing.assert_close(whole[1][:, head], expected[1][:, head])
         torch.testing.assert_close(whole[0][:, 2 * head : 2 * head + 2], expected[0][:, 2 * head : 2 * head + 2])
     past, pieces = None, []
