@@ -125,7 +125,7 @@ def test_bytes_on_the_wire(tmp_path, tiny, ranks):
     layers = [[list(p.shape) for p in layer.parameters()] for layer in model.liere.layers]
     of_layers = {id(parameter) for parameter in model.liere.layers.parameters()}
     units = [[list(p.shape) for p in model.parameters() if id(p) not in of_layers], *layers]
-    found = torch.load(tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert list(found) == ["ddp", "fsdp", "fsdp_hybrid"][: ranks // 2 + 1]
     expected = {
         "ddp": data_parallel(units, ranks),
