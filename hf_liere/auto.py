@@ -140,7 +140,7 @@ def load_checkpoint(
     """
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint, revision):
-        kind = SavedModel(locate(checkpoint, (CONFIG, PEFT_CONFIG, ADAPTER_CONFIG), revision)).kind
+        kind = _find_kind(checkpoint, revision)
         if kind == "peft":
             loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
             model = load_peft(checkpoint, base, revision=revision, **loading).merge_and_unload()
@@ -155,6 +155,10 @@ def load_checkpoint(
     if processor is None and kind != "model":
         processor = _processor(model.name_or_path, model, {"trust_remote_code": trust_remote_code})
     return model.eval(), processor
+
+
+def _find_kind(checkpoint: Place, revision: str | None) -> str:
+    return SavedModel(locate(checkpoint, (CONFIG, PEFT_CONFIG, ADAPTER_CONFIG), revision)).kind
 
 
 def _load_model(checkpoint: Place, options: dict, adapted: Any = None, trained: Iterable[str] = ()) -> PreTrainedModel:
@@ -184,6 +188,11 @@ def build_without_weights(
         raise CheckpointError(f"{checkpoint}: neither a file or directory nor a model_type of transformers{near}.")
     options = {} if is_type else {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint, revision), torch.device("meta"):
+        if not is_type and (kind := _find_kind(checkpoint, revision)) != "model":
+            raise CheckpointError(
+                f"{checkpoint} contains {'rotations' if kind == 'rotations' else 'an adapter'} without the configuration "
+                "of a model; accepted: that of its base, or a model_type of transformers."
+            )
         config = CONFIG_MAPPING[str(checkpoint)]() if is_type else AutoConfig.from_pretrained(checkpoint, **options)
         loader, *_ = _loader(config, checkpoint)
         if loader is AutoModel:

@@ -262,7 +262,7 @@ def test_cards_load_the_model_from_timm_and_commands_refuse_the_rotations(case, 
     assert 'base = timm.create_model("BASE", pretrained=True)' in card
     assert main(["rope", str(tmp_path / "rotations")]) == 1
     error = capsys.readouterr().err
-    assert "load_rotary. That model is of timm" in error and "complete_model" not in error
+    assert "contains rotations without the configuration of a model; accepted: that of its base" in error
 
 
 @pytest.mark.parametrize(("case", "config"), [(VIT, ZEROS), (DINO, PLANES)], ids=["vit", "dino"])
