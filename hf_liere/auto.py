@@ -190,8 +190,8 @@ def build_without_weights(
     with translate_loading_errors(checkpoint, revision), torch.device("meta"):
         if not is_type and (kind := _find_kind(checkpoint, revision)) != "model":
             raise CheckpointError(
-                f"{checkpoint} contains {'an adapter' if kind == 'peft' else kind} without the configuration of a model; "
-                "accepted: that of its base, or a model_type of transformers."
+                f"{checkpoint} contains {'an adapter' if kind == 'peft' else kind} without the configuration of a "
+                "model; accepted: that of its base, or a model_type of transformers."
             )
         config = CONFIG_MAPPING[str(checkpoint)]() if is_type else AutoConfig.from_pretrained(checkpoint, **options)
         loader, *_ = _loader(config, checkpoint)
