@@ -106,8 +106,8 @@ def test_lora_is_an_adapter_that_commands_load(folder, tmp_path, rotations):
             "accepted if no classifier is trained: the sa",
         ),
         ("dinov2", ["--position_encoding", "absolute"], "absolute"),
-        ("dinov2", ["--upgrade_encoding"], "--upgrade_encoding: accepted for models of this library, not for a dinov2"),
-        ("dinov2", ["--push_to_hub", "--hub_model_id", "me/it"], "--push_to_hub: accepted for models of this library"),
+        ("dinov2", ["--upgrade_encoding"], "--upgrade_encoding: the checkpoint is a dinov2, not a model of hf_liere"),
+        ("dinov2", ["--push_to_hub", "--hub_model_id", "me/it"], "--push_to_hub: the checkpoint is a dinov2"),
         ("dinov2", ["--image_size", "30"], "--image_size 30×30 is not divisible by the patch size 14×14"),
         (
             "vit",

@@ -67,7 +67,7 @@ def test_what_has_no_exact_upgrade_is_refused(trained, parquet, tmp_path, flags,
 def test_only_models_of_hf_liere_are_upgraded(parquet, tmp_path):
     config = transformers.ViTConfig(**TINY, image_size=16, patch_size=4, num_labels=3)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    with pytest.raises(ValueError, match="--upgrade_encoding: the checkpoint is a vit; accepted: a model of hf_liere"):
+    with pytest.raises(ValueError, match="--upgrade_encoding: the checkpoint is a vit, not a model of hf_liere"):
         go_on(tmp_path / "vit", tmp_path / "out", parquet, "--position_encoding", "liere")
     with pytest.raises(ValueError, match="--upgrade_encoding upgrades a checkpoint"):
         train(tmp_path / "out", "--train_files", parquet, "--upgrade_encoding")

@@ -160,12 +160,13 @@ def resolve_rotations(
     Raises:
         InputError: for flags, fields or rotations that the model does not take.
     """
-    for name in ("push_to_hub", "upgrade_encoding"):
+    instead = {
+        "push_to_hub": "`hf-liere push` publishes the folder of a finished run",
+        "upgrade_encoding": "leave it out",
+    }
+    for name, advice in instead.items():
         if getattr(args, name, False) or getattr(arguments, name, False):
-            raise InputError(
-                f"--{name}: accepted for models of this library, not for a {config.model_type}; `hf-liere push` "
-                "publishes the folder of a finished run."
-            )
+            raise InputError(f"--{name}: the checkpoint is a {config.model_type}, not a model of hf_liere; {advice}.")
     given = {field: value for field, value in arguments.architecture().items() if field != "image_size"}
     own, encoding = getattr(config, "rotary_patch", None), given.get("position_encoding")
     adds = own is None and encoding not in (None, UNPATCHED)
