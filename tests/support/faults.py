@@ -62,7 +62,7 @@ FAULTS = tuple(
         ("draw_perturbation", "math.erf(0.5 / (strength * math.sqrt(2)))", "math.erf(0.5 / strength)"),
         ("draw_displacements", "centre = half - 0.5", "centre = half"),
         ("draw_kept_tokens", "num_patches - int(num_patches * prob)", "int(num_patches * (1 - prob))"),
-        ("LieREEncoderModel", "if rotation is None or kept is None else rotation.select(kept)", ""),
+        ("LieREEncoderModel", "if kept is None else (rotation.select(kept) for rotation in rotations)", ""),
         # Generators and their starts.
         ("ComRoPEAxialPartition", "device=device) % self.num_axes", "device=device) // self.num_axes % self.num_axes"),
         (
@@ -256,7 +256,7 @@ FAULTS = tuple(
         ),
         (
             "last_complete_checkpoint",
-            "if match and (path / TRAINER_STATE_NAME).is_file():",
+            "if match and (path / STATE_FILE).is_file():",
             "if match:",
             "training/test_survival.py::test_a_half_written_checkpoint_is_never_picked_up",
         ),
