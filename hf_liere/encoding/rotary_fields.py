@@ -154,8 +154,7 @@ class RotaryFields:
             (CONVENTIONS, getattr(self, "coordinates", None)),
         )
         found = [file for register, name in named for file in register.files(name)]
-        if self.shares is not None:
-            found += [file for part, _ in share_configs(self) for file in part.user_files()]
+        found += [file for part, _ in share_configs(self) for file in part.user_files()] if self.shares else []
         return list(dict.fromkeys(found))
 
 

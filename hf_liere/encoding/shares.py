@@ -8,7 +8,7 @@ from torch import nn
 from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation, SharedRotation
 from .folding import build_encoding
-from .kinds import ENCODINGS, WHOLE, generators_commute, needs_exponential, orientations_of
+from .kinds import ENCODINGS, STARTS, WHOLE, Start, generators_commute, needs_exponential
 from .positions import GroupedPositions, TokenPositions
 from .rotary_encoding import RotaryEncoding
 from .rotary_fields import share_configs
@@ -57,7 +57,10 @@ class Shares(RotaryEncoding):
 
     @classmethod
     def orientations(cls, config) -> list[list[int]]:
-        return [[axes[axis] for axis in own] for part, axes in share_configs(config) for own in orientations_of(part)]
+        # Every call with given positions asks, so no part is built.
+        defaults = ([next(iter(ENCODINGS[name].rotary_inits), None), own] for name, own in config.shares)
+        starts = ((STARTS.get(own.get("rotary_init") or default, Start), own) for default, own in defaults)
+        return [own.get("axes", [0, 1, 2]) for start, own in starts if start.takes_orientations]
 
     @classmethod
     def default_coordinates(cls, config) -> str:
@@ -93,8 +96,7 @@ class Shares(RotaryEncoding):
         for part, axes, width in zip(self.parts, self.axes, self.widths):
             matrices = skew(part.entries(device), part.block_size)  # (axes, layers or 1, heads or 1, blocks, b, b)
             for index, block in enumerate(matrices.unbind(3)):
-                start = first + index * part.block_size
-                channels = slice(start, start + part.block_size)
+                channels = slice(start := first + index * part.block_size, start + part.block_size)
                 whole[axes, ..., channels, channels] = block.to(whole).expand(len(axes), *sizes[1:], -1, -1)
             first += width
         return skew_entries(whole).unsqueeze(3)

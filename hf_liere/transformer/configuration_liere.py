@@ -129,7 +129,6 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     _auto_map: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self, **kwargs):
-        self.name_shares()
         encoding, size, heads = self.position_encoding, self.hidden_size, self.num_attention_heads
         # Validation refuses a division with a remainder.
         if self.head_dim is None and 0 < heads <= size and size % heads == 0:
