@@ -53,16 +53,20 @@ def turned_columns(
     Returns:
         float32 columns of N tokens: `positions` (samples, N, 3), rotation vectors of the orientations; `matrices`
         (samples, N, 9), the same as matrices row by row; `translations` (samples, N, 3); `poses` (samples, N, 16), both
-        as 4 × 4 matrices row by row.
+        as 4 × 4 matrices row by row. `relative_matrices` and `relative_translations` are both in the frame of the first
+        token, which turns with the world: they depend on neither the rotation nor the place of the world.
     """
     turns = draw_rotations(rng, len(rotations)) * largest_angle / 180  # (samples, 3)
     world = rotation_vector_to_matrix(turns).unsqueeze(1)  # (samples, 1, 3, 3)
     turned = world @ torch.from_numpy(rotations)  # (samples, N, 3, 3)
     moved = (world @ torch.from_numpy(translations).unsqueeze(-1)).squeeze(-1)  # (samples, N, 3)
+    from_world = turned[:, :1].mT  # (samples, 1, 3, 3)
     columns = {
         "positions": matrix_to_rotation_vector(turned),
         "matrices": turned.flatten(-2),
         "translations": moved,
         "poses": pose_rows(turned, moved),
+        "relative_matrices": (from_world @ turned).flatten(-2),
+        "relative_translations": (from_world @ (moved - moved[:, :1]).unsqueeze(-1)).squeeze(-1),
     }
     return {name: values.float().numpy() for name, values in columns.items()}
