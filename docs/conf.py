@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from docutils.nodes import SkipNode, image
+from docutils.nodes import FixedTextElement, SkipNode, Text, image, inline, literal
 from latex2mathml.converter import convert as mathml
 from transformers import PreTrainedConfig
 
@@ -61,6 +61,7 @@ INCLUDED = {
     ROOT / "training/evidence/results/archive/report.md": DOCS / "reference" / "results_archive.md",
 }
 CODE = re.compile(r"\[`([^`]+)`\]|(?<!`)`([^`]+)`(?!`)")
+INTERVAL = re.compile(r"([−+]?[\d.]+%? – [−+]?[\d.]+%?)")
 LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")
 
 # GitHub shows the picture of the reader's theme; the theme of the site has a class for each.
@@ -156,6 +157,15 @@ def code_block(match: re.Match) -> str:
     return f"{match[1]}.. code-block:: {match[2]}\n\n{lines}"
 
 
+def keep_intervals(app, doctree):
+    """An interval such as 86.4 – 90.1 stays on one line."""
+    for text in list(doctree.findall(Text)):
+        parts = INTERVAL.split(text)
+        if len(parts) > 1 and not isinstance(text.parent, (literal, FixedTextElement)):
+            nodes = (inline("", part, classes=["interval"] if INTERVAL.fullmatch(part) else []) for part in parts)
+            text.parent.replace(text, list(nodes))
+
+
 def mark_plots(app, doctree):
     for picture in doctree.findall(image):
         if "training/evidence/results/" in picture["uri"]:
@@ -175,6 +185,7 @@ def display_math(self, node):
 def setup(app):
     app.connect("source-read", read_page)
     app.connect("include-read", read_included)
+    app.connect("doctree-read", keep_intervals)
     app.connect("doctree-read", mark_plots)
     # Before napoleon.
     app.connect("autodoc-process-docstring", read_docstring, priority=400)

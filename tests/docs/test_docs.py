@@ -84,6 +84,8 @@ def hub(hub):
 OWN_PROCESSES = ("fine_tuning.md",)
 # Pages whose commands train models.
 TRAINED = ("training.md", "pretrained.md", "image_folder.md", "videos_and_volumes.md")
+# Pages that push to the Hub.
+PUSHED = ("publish.md", "image_folder.md")
 # Libraries without an extra: blocks that import them run where they are installed.
 OPTIONAL = re.compile(r"^(?:from|import) (deepspeed|lerobot|monai|torchtune)\b", re.MULTILINE)
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
@@ -105,7 +107,7 @@ def test_every_block_runs(page, reader, request):
     Python blocks and hf-liere commands in the order of the page, with the outputs that it states; commands without
     output succeed. Those that name what a training run leaves are not run.
     """
-    if page.name == "publish.md":
+    if page.name in PUSHED:
         request.getfixturevalue("hub")
     namespace, files = {"__name__": page.stem}, write_files(page, reader)
     for block in blocks(page):
@@ -231,11 +233,13 @@ def check_script(words: list[str], monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in SITE if page.name in TRAINED], ids=name)
-def test_training_commands_run(page, reader, tmp_path):
+def test_training_commands_run(page, reader, request):
     """
     One step of every command with data of its own, in the order of the page; then hf-liere with the models that were
     trained.
     """
+    if page.name in PUSHED:
+        request.getfixturevalue("hub")
     write_parquet(reader / "TRAIN.parquet", 64)
     write_parquet(reader / "TEST.parquet", 12, seed=1)
     write_images_folder(reader / "IMAGES", {"train": 8, "validation": 4}, ("oak", "pine"))

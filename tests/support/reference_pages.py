@@ -24,6 +24,7 @@ from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig, Rotary
 from hf_liere.encoding.kinds import ENCODINGS, STARTS  # noqa: E402
 from hf_liere.encoding.positions import CONVENTIONS  # noqa: E402
 from hf_liere.encoding.rotary_fields import RANGES, UNROTATED, GridFields, RotaryFields  # noqa: E402
+from hf_liere.encoding.shares import Shares  # noqa: E402
 from hf_liere.patching.rotary_patch import KEEP_ABSOLUTE  # noqa: E402
 from hf_liere.tools.cli import PARSER  # noqa: E402
 from hf_liere.transformer.configuration_liere import LieREConfig, LieREPixelConfig  # noqa: E402
@@ -46,6 +47,9 @@ field in full, and `print(config)` shows the fields that are not the default.
 
 | `position_encoding` | `block_size` | `rotary_init`, the default first | `coordinates` | scores are relative |
 |---|---|---|---|---|
+"""
+LISTS = """
+A list of them, each with its own fields, [shares a head](../orientations_and_poses.md#orientations-and-time-or-places).
 """
 COMMANDS = f"""# Command line
 
@@ -164,12 +168,14 @@ def own_fields(owner: type) -> list[dataclasses.Field]:
 def make_fields() -> str:
     lines = []
     for name, encoding in ENCODINGS.items():
+        if encoding is Shares:
+            continue
         default = encoding.block_sizes.default
         size = f"{default or 'the whole head'}{'' if encoding.block_sizes.varies else ', no other'}"
         relative = "yes" if encoding.commutes else "in one coordinate" if encoding.product else "with blocks of 2"
         starts = names(encoding.accepted_starts()) or "nothing is learned"
         lines.append(f"| `{name}` | {size} | {starts} | {names([encoding.coordinates])} | {relative} |")
-    page = FIELDS + "\n".join(lines) + "\n"
+    page = FIELDS + "\n".join(lines) + "\n" + LISTS
     grouped = {name: group for group, (_, names) in GROUPS.items() for name in names}
     rows: dict[str, list[str]] = {title: [] for title in (*(title for title, _, _ in SECTIONS), *GROUPS)}
     for title, owner, where in SECTIONS:
@@ -202,12 +208,13 @@ def make_commands() -> str:
         if actions:
             page += "\n| argument | meaning |\n|---|---|\n"
         for action in actions:
-            value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else "")
-            value = value or ("" if action.nargs == 0 or not action.option_strings else action.dest.upper())
+            value = action.metavar or ("" if action.nargs == 0 or not action.option_strings else action.dest.upper())
             words = [", ".join(action.option_strings) or action.metavar or action.dest]
             words += [value] if action.option_strings and value else []
             needed = " (required)" if action.required and action.option_strings else ""
-            page += f"| `{cell(' '.join(words))}` | {cell(action.help % {'default': action.default})}{needed} |\n"
+            choices = f": {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""
+            meaning = cell(action.help % {"default": action.default})
+            page += f"| `{cell(' '.join(words))}` | {meaning}{choices}{needed} |\n"
     return page
 
 
