@@ -15,8 +15,9 @@ def carry(turn: Turn, numbers: torch.Tensor, is_joined: bool = False) -> Turn:
     sin of further tokens (`is_joined`), the numbers are the imaginary part of cos, which is 0 for these.
     """
     if isinstance(turn, torch.Tensor):
-        return torch.cat([turn, numbers.to(turn.dtype)], dim=-1)  # (…, N, D + C)
-    cos, sin = turn
+        return torch.cat([turn.expand(*numbers.shape[:-1], -1), numbers.to(turn.dtype)], dim=-1)  # (…, N, D + C)
+    # Numbers may have samples where the model's cos has none; sin keeps its shape.
+    cos, sin = turn[0].expand(*numbers.shape[:-1], -1), turn[1]
     # sin keeps the type of the model; half types would round numbers.
     wide = torch.promote_types(cos.dtype, torch.float32)
     if is_joined:
@@ -43,7 +44,10 @@ def take_off(carrier: Turn, receiver: str, channels: int, *counts: int) -> tuple
             "unknown. Call the model around it, or unpatch the model."
         )
     numbers = numbers.real if numbers.is_complex() else numbers
-    return turn if first is carrier else (turn.to(carrier[1].dtype), carrier[1]), numbers
+    if first is carrier:
+        return turn, numbers
+    turn = turn[0] if turn.ndim > carrier[1].ndim else turn
+    return (turn.to(carrier[1].dtype), carrier[1]), numbers
 
 
 def keep_joined(turn: Turn, numbers: torch.Tensor, computed: Turn) -> Turn:

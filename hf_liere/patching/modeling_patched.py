@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -28,6 +29,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..transformer.losses import AcceptsCount
+from .composed import take_positions
 from .head_share import HeadShare
 from .patched_configuration import RotaryConfigMixin, RotaryModelType, replace_config
 from .pretrained_patch import plan_rope
@@ -207,7 +209,7 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
             f"{split[0]} and others are split over processes: patch the whole model, save it with save_pretrained, and "
             "load that folder with tp_plan or distributed_config; or split the patched model."
         )
-    return (plan_rope if config.rotary_init == "pretrained" else plan_towers)(model, config)
+    return (plan_rope if config.compose or config.rotary_init == "pretrained" else plan_towers)(model, config)
 
 
 def patch_in_place(model: nn.Module, plans: list[TowerPlan], encodings: list[nn.Module] | None = None) -> None:
@@ -261,7 +263,7 @@ def _change_classes(model: nn.Module, tower_name: str, config: RotaryPatchConfig
     around = [(path, module) for path, module in around if isinstance(module, PreTrainedModel)]
     for _, module in around:
         if not isinstance(module, RotaryModelMixin):
-            module.__class__ = rotary_class(type(module))
+            _set_class(module, rotary_class(type(module)))
             # The keys are names of classes; items of newer releases of transformers are set by the model.
             _CAN_RECORD_REGISTRY.update({str(type(module)): module._can_record_outputs})
     if not around:
@@ -278,13 +280,21 @@ def _change_classes(model: nn.Module, tower_name: str, config: RotaryPatchConfig
     return config
 
 
+def _set_class(module: PreTrainedModel, kind: Any) -> None:
+    """A module that accelerate has dispatched calls the forward of its new class."""
+    module.__class__ = kind
+    if isinstance(vars(module).get("_old_forward"), MethodType):
+        module._old_forward = MethodType(kind.forward, module)
+        functools.update_wrapper(module.forward, module._old_forward)
+
+
 def unpatch_in_place(model: nn.Module) -> None:
     """Undo [`patch_in_place`]: weights stay as they are."""
     for _, tower in list(patched_towers(model)):
         detach(tower)
     for module in model.modules():
         if isinstance(module, RotaryModelMixin):
-            module.__class__ = module.plain_class
+            _set_class(module, module.plain_class)
             if isinstance(module.config, RotaryConfigMixin):
                 _remove_patch(module.config)
 
@@ -423,6 +433,7 @@ def _make_model(plain: type[PreTrainedModel], config: type[PreTrainedConfig]) ->
     class Made(RotaryModelMixin, plain):
         config_class = config
         plain_class = plain
+        forward = take_positions(plain.forward)
         # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
         _keep_in_fp32_modules_strict = [*(plain._keep_in_fp32_modules_strict or ()), "rotary_encoding"]
 

@@ -18,13 +18,14 @@ from ..encoding.starts import order_planes, start_at
 from ..fast.dispatch import product_dtype
 from ..layer.rotary_embedding import LieRotaryEmbedding
 from ..probing.attention_probe import Probe
-from ..probing.coordinate_probe import Turn, frequency_buffers
+from ..probing.coordinate_probe import Turn, frequency_buffers, split_cos_sin
 from ..probing.planes import Planes
 from ..probing.rope_layout import RopeTower
 from ..probing.rope_pairs import find_pairs
 from ..probing.state_makers import RotatedChannels, StateMaker, find_makers
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
+from .composed import rotate_planes
 from .head_share import HeadShare
 from .pretrained_rope import GridPass, PretrainedRope
 
@@ -38,11 +39,14 @@ class TokensRotation:
     tokens: int
     # By name of a module inside that is called for queries and for keys, the calls so far.
     calls: dict[str, int]
+    # cos and sin of [`rotate_planes`], which comes first.
+    own: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class PretrainedBlocks(PretrainedRope):
     """
-    R(p) = exp(Σ_a p_a A_a) of every key head and layer, on channels that are reordered so that blocks are contiguous.
+    R(p) = exp(Σ_a p_a A_a) of every key head and layer, on channels that are reordered so that blocks are contiguous;
+    with `compose`, R(p) of any encoding behind the model's own rotation of the same channels.
 
     Attributes:
         rotary: The [`LieRotaryEmbedding`] with the parameters. Layers with other heads or planes, in the order of their
@@ -68,7 +72,7 @@ class PretrainedBlocks(PretrainedRope):
             rotary = LieRotaryEmbedding(
                 query_heads,
                 2 * layout.num_planes,
-                layout.num_axes,
+                config.num_axes or layout.num_axes,
                 config.position_encoding,
                 config.block_size,
                 num_key_value_heads=key_heads,
@@ -78,9 +82,9 @@ class PretrainedBlocks(PretrainedRope):
                 rotary_init="zeros",
                 folded_grids=config.folded_grids,
             )
-            self.orders[name] = order_planes(
-                list(layout.axes), config.position_encoding, rotary.encoding.block_size, tower.label
-            )
+            # Rotations behind the model's own need no planes of certain axes.
+            axes = [0] * layout.num_planes if config.compose else list(layout.axes)
+            self.orders[name] = order_planes(axes, config.position_encoding, rotary.encoding.block_size, tower.label)
             self.add_module(name, rotary)
         self.makers: dict[int, dict[str, dict[int | None, int]]] = {layer: {} for layer in found}
         indices: dict[tuple, int] = {}
@@ -94,8 +98,10 @@ class PretrainedBlocks(PretrainedRope):
     @torch.no_grad()
     def reset_parameters(self, module: nn.Module) -> None:
         ropes = [module.get_submodule(name) for name in self.rope_names]
-        is_folded = self.config.folded_grids is not None
-        if not is_folded and not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
+        is_set = self.config.compose or self.config.folded_grids is not None
+        for group in self.orders if self.config.compose else ():
+            self.get_submodule(group).encoding.reset_parameters()
+        if not is_set and not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
             for group in self.orders:
                 members = [layer for layer in self.layers if self.rows[layer][0] == group]
                 frequencies = torch.cat([self._read_planes(module, layer).frequencies for layer in members], dim=1)
@@ -122,9 +128,13 @@ class PretrainedBlocks(PretrainedRope):
     def forward(
         self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor
     ) -> tuple[Turn, TokensRotation]:
-        """The model's own rotation becomes the identity."""
-        planes = self.layouts[self.layout_of_layer[layer]]
-        return planes.identity(own), self.compute_rotation(layer, numbers, states)
+        """The model's own rotation becomes the identity; with `compose`, it comes first."""
+        planes, rotation = self.layouts[self.layout_of_layer[layer]], self.compute_rotation(layer, numbers, states)
+        if not self.config.compose:
+            return planes.identity(own), rotation
+        first = planes.first_channels.to(states.device)
+        cos, sin = (x.index_select(-1, first) / planes.layout.factor for x in split_cos_sin(own))  # (…, N, planes) each
+        return planes.identity(own), replace(rotation, own=(cos, sin))
 
     def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation:
         """R(p) of (…, N, A) coordinates; tokens before those that have some are not rotated."""
@@ -151,6 +161,8 @@ class PretrainedBlocks(PretrainedRope):
         """R(p) applied to the queries and keys in what a module inside an attention module returns."""
         channels = self.channels[channels_index]
         taken, others = channels.take(states, rotation.samples, rotation.tokens)  # (B, H, N, rotated channels) each
+        if rotation.own is not None:
+            taken = [rotate_planes(*rotation.own, x) for x in taken]
         moved = rotation.rotation.to(states.device)
         if len(taken) == 2 and taken[0].shape == taken[1].shape:
             rotated = rotate_pair(moved, *taken)

@@ -24,6 +24,7 @@ from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.attention_functions import find_attention
 from .carrying import carry, keep_joined, take_off
+from .composed import choose_positions
 from .pretrained_blocks import PretrainedBlocks
 from .pretrained_rope import GridPass, PretrainedPlanes, PretrainedRope
 from .tower_patch import AttentionPass, TowerPatch, TowerPlan, detach
@@ -106,14 +107,15 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     layers = tower.choose_layers(config.layers)
     tower.sources = find_key_sources(tower)
     layers = choose_rotating_layers(tower, layers, config.layers is not None)
-    if encoding_of(config).product and tower.layouts[layers[0]].num_axes == 1:
+    if not config.compose and encoding_of(config).product and tower.layouts[layers[0]].num_axes == 1:
         raise ValueError(
             f"position_encoding={config.position_encoding!r}: {tower.label} rotates with one axis, and a product of "
             "one factor rotates planes in a basis, as cayley_string does; accepted: cayley_string, liere and others."
         )
-    kind = PretrainedPlanes if encoding_of(config).pretrained == "planes" else PretrainedBlocks
+    has_planes = encoding_of(config).pretrained == "planes" and not config.compose
+    kind = PretrainedPlanes if has_planes else PretrainedBlocks
     if kind.rotates_states:
-        refuse_blocks(tower)
+        refuse_blocks(tower, config.compose)
     patch = RopePatch(config, tower.attention_names(layers), tower.distinct_layouts)
     planned = TowerPlan(tower, patch, partial(kind, tower, layers, config))
     # Report what does not fit before the model is changed.
@@ -123,14 +125,20 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     return planned
 
 
-def refuse_blocks(tower: RopeTower) -> None:
+def refuse_blocks(tower: RopeTower, compose: bool) -> None:
     """
     Raises `ValueError` if the frequencies that a layer rotates with are known only when the model runs: generators
-    contain the frequencies, and learned factors multiply them.
+    contain the frequencies, and learned factors multiply them. With `compose` these may change, but positions are known
+    outside of layers alone.
     """
     accepted = "accepted: position_encoding='rope_mixed'."
+    names = ", ".join(dict.fromkeys(layout.rope_name for layout in tower.distinct_layouts))
+    if compose and (", " in names or any(map(tower.inner_rope, range(len(tower.attentions))))):
+        raise ValueError(
+            f"compose=True: {tower.label} has several rotary modules, or one inside attention, {names}; accepted: one "
+            "for all layers, or rotary_init='pretrained'."
+        )
     if tower.others:
-        names = ", ".join(dict.fromkeys(layout.rope_name for layout in tower.distinct_layouts))
         raise ValueError(
             f"{tower.label} has several modules that compute rotations, {names}: which attention module uses which is "
             f"unknown, and blocks start at the frequencies of one; {accepted}"
@@ -139,7 +147,7 @@ def refuse_blocks(tower: RopeTower) -> None:
         rope, layout = tower.rope(layer), tower.layouts[layer]
         kind = getattr(rope, "rope_type", None)
         kind = kind.get(layout.layer_type) if isinstance(kind, dict) else kind
-        if changes_frequencies(kind):
+        if changes_frequencies(kind) and not compose:
             raise ValueError(
                 f"{layout.rope_name} ({type(rope).__name__}) has rope_type={kind!r}, which computes other frequencies "
                 f"for longer inputs, and blocks have fixed ones; {accepted}"
@@ -160,6 +168,8 @@ def check_planned_start(planned: TowerPlan[RopeTower], encoding: PretrainedRope)
         with torch.no_grad():
             layout = encoding.layout_of_layer[layer]
             coordinates, angles = encoding.measure(layout, tower.rope(layer), *probe.arguments, **probe.options)
+            if encoding.config.compose:
+                coordinates = coordinates.new_zeros(*coordinates.shape[:-1], encoding.widths[layer][1])
             turn = encoding.layouts[layout](angles, probe.quarter[0])
             before = probe.capture(turn)
             planned.attach(encoding)
@@ -190,6 +200,8 @@ def carry_numbers(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwarg
     elif rope.training:
         # In training, rotary modules may draw coordinates, and each call draws others.
         output = encoding.layouts[layout](angles, output)
+    if encoding.config.compose:
+        coordinates = choose_positions(tower, coordinates, next(iter((*args, *kwargs.values()))))
     return carry(output, coordinates if encoding.rotates_states else angles, encoding.has_prefix)
 
 
@@ -215,7 +227,8 @@ def prepare_layer(
         if layer in encoding.place:
             # (…, prefix + N, hidden_size)
             turn, rotation = encoding(layer, own, numbers, options[states_name])
-            options[name] = keep_joined(own, numbers, turn) if encoding.has_prefix else turn
+            joins = encoding.has_prefix and not encoding.config.compose
+            options[name] = keep_joined(own, numbers, turn) if joins else turn
         if rotation is not None:
             tower.rotary_patch.hook_projections(tower, layer, attention)
         if rotation is not None or has_indexer:

@@ -97,12 +97,13 @@ class PretrainedRope(LearnedRotations):
         self.layout_of_layer = [distinct.index(layout) for layout in tower.layouts]
         # Of what travels to every attention module, D and C of [`carrying`].
         self.widths = [
-            (len(each.planes), each.num_axes if self.rotates_states else each.num_planes + 1) for each in tower.layouts
+            (len(each.planes), (config.num_axes or each.num_axes) if self.rotates_states else each.num_planes + 1)
+            for each in tower.layouts
         ]
         self.has_prefix = tower.has_prefix
         self.share: HeadShare | None = None
         # Whether attention modules read the model's own cos and sin.
-        are_fixed = len(self.place) < len(tower.attentions)
+        are_fixed = config.compose or len(self.place) < len(tower.attentions)
         self.reads_own = are_fixed or self.has_prefix or any(find_indexers(each) for _, each in tower.attentions)
         self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
         self.probes = nn.ModuleList(CoordinateProbe(tower.module.get_submodule(name)) for name in self.rope_names)

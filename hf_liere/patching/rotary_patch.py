@@ -1,7 +1,7 @@
 """The configuration of a patch: learned rotations in a pretrained model."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -13,7 +13,6 @@ from .tower_patch import patched_towers
 
 
 FORMAT_VERSION = 1
-KEEP_ABSOLUTE = ("interpolate", "train_size", "fade", "drop")
 # Fields of positions and initial values that a model with RoPE defines itself.
 PLACEMENT_FIELDS = (
     *("rotary_init_scale", "rope_theta", *OWN_FIELDS),
@@ -37,6 +36,11 @@ class RotaryPatchConfig(GridFields, RotaryFields):
     ```
 
     Args:
+        compose: Whether a model with RoPE rotates queries and keys first, and these rotations, which start at the
+            identity (`rotary_init="zeros"`), come behind. Planes keep attention relative; blocks only among tokens that
+            share a position.
+        num_axes: With `compose=True`, the number of axes of `rotary_positions`, which each forward pass then needs;
+            `None` rotates by the model's own positions, unless `rotary_positions` of the same axes are passed.
         layers: Indices of the attention layers to rotate, from 0; `None` means all.
         target: Dotted name of the vision tower, or of the module around the one that computes RoPE, as in
             `model.named_modules()`; `None` means all.
@@ -62,11 +66,13 @@ class RotaryPatchConfig(GridFields, RotaryFields):
     """
 
     position_encoding: str = "comrope_ld"
+    compose: bool = False
+    num_axes: int | None = None
     layers: list[int] | None = None
     target: str | None = None
     rotary_init: str | None = "zeros"
     rotate_prefix: bool | None = None
-    keep_absolute: str = "interpolate"
+    keep_absolute: Literal["interpolate", "train_size", "fade", "drop"] = "interpolate"
     absolute_weight: float = 1.0
     folded_grids: list[list[int]] | None = None
     format_version: int = FORMAT_VERSION
@@ -75,6 +81,11 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         self.name_shares()
         self._check_types()
         check_format_version(self.format_version, FORMAT_VERSION)
+        if self.compose and (self.rotary_init != "zeros" or self.shares) or self.num_axes and not self.compose:
+            raise ValueError(
+                f"compose={self.compose}: accepted are compose=True with rotary_init='zeros', not "
+                f"{self.rotary_init!r}, and one encoding for all channels, and num_axes={self.num_axes} with it alone."
+            )
         check_name("position_encoding", self.position_encoding, ENCODINGS)
         CONVENTIONS.check(self.coordinates)
         STARTS.check(self.rotary_init, "pretrained")
@@ -83,8 +94,6 @@ class RotaryPatchConfig(GridFields, RotaryFields):
                 f"coordinates={self.coordinates!r} need the spacing of every input, which pretrained models do not "
                 "take."
             )
-        if self.keep_absolute not in KEEP_ABSOLUTE:
-            raise ValueError(f"keep_absolute={self.keep_absolute!r} must be one of {', '.join(KEEP_ABSOLUTE)}.")
         if not 0 <= self.absolute_weight <= 1:
             raise ValueError(f"absolute_weight={self.absolute_weight} must lie in [0, 1].")
         if self.absolute_weight != 1 and self.keep_absolute != "fade":
@@ -102,16 +111,16 @@ class RotaryPatchConfig(GridFields, RotaryFields):
                 "pass rotary_init=None to accept that, or another position_encoding."
             )
         if self.rotate_prefix is None:
-            self.rotate_prefix = self.rotary_init != "pretrained" and default_rotate_prefix(self)
+            self.rotate_prefix = not self.compose and self.rotary_init != "pretrained" and default_rotate_prefix(self)
         if self.content_positions is not None:
             raise ValueError(f"content_positions={self.content_positions!r} are not built for patches; accepted: None.")
-        if self.rotary_init == "pretrained":
+        if self.compose or self.rotary_init == "pretrained":
             self._check_pretrained()
 
     def _check_pretrained(self) -> None:
         chosen = ENCODINGS[self.position_encoding]
         starting = [name for name, encoding in ENCODINGS.items() if encoding.pretrained in ("planes", "blocks")]
-        if self.position_encoding not in starting:
+        if not self.compose and self.position_encoding not in starting:
             raise ValueError(
                 f"rotary_init='pretrained' does not exist for {self.position_encoding}: {chosen.pretrained}; accepted: "
                 f"{', '.join(starting)}."
@@ -121,7 +130,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         given = [name for name in refused if getattr(self, name) != defaults[name]]
         if given:
             raise ValueError(
-                f"{', '.join(f'{name}={getattr(self, name)!r}' for name in given)}: with rotary_init='pretrained' the "
+                f"{', '.join(f'{name}={getattr(self, name)!r}' for name in given)}: in models with RoPE the "
                 "coordinates of tokens and their frequencies are those of the model; leave these fields out."
             )
 

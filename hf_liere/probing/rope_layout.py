@@ -129,8 +129,8 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     if not towers:
         raise ValueError(
             f"{type(model).__name__} has no module with frequencies (inv_freq) to compute rotations from, so "
-            "rotary_init='pretrained' has nothing to start from; pass rotary_init='zeros' for models of images that do "
-            "not rotate."
+            "rotary_init='pretrained' and compose=True have nothing to start from; pass rotary_init='zeros' alone for "
+            "models of images that do not rotate."
         )
     if target is not None and target not in towers:
         raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(towers)}.")

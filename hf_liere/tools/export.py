@@ -250,6 +250,11 @@ def _subject(model: PreTrainedModel, **sizes: Any) -> _Tokens | _Pixels:
     argument, or by input of an argument that is several. `points` are arguments of `draw` at which the graph is
     compared with the model.
     """
+    if any(tower.rotary_patch.config.num_axes for _, tower in patched_towers(model)):
+        raise ExportError(
+            f"{type(model).__name__} needs rotary_positions, which are no input of exported files; accepted: "
+            "torch.export.export of the model, which takes them by name."
+        )
     generates = getattr(model, "main_input_name", None) == "input_ids" and model.can_generate()
     is_text = generates and not (model.config.is_encoder_decoder or hasattr(model.config, "vision_config"))
     return _Tokens(model, **sizes) if is_text else _Pixels(model, **sizes)
@@ -258,7 +263,7 @@ def _subject(model: PreTrainedModel, **sizes: Any) -> _Tokens | _Pixels:
 def _folds(model: PreTrainedModel) -> bool:
     """Whether a patched model has rotations to fold."""
     configs = [tower.rotary_patch.config for _, tower in patched_towers(model)]
-    return bool(configs) and all(config.folded_grids is None for config in configs)
+    return bool(configs) and all(config.folded_grids is None and not config.compose for config in configs)
 
 
 def export_model(

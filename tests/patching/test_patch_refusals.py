@@ -44,7 +44,7 @@ def test_configurations_that_do_not_fit(message):
 # Of no model at all.
 WRONG = {
     "'sinusoid'; accepted are liere": {"position_encoding": "sinusoid"},
-    "must be one of interpolate, train_size, fade, drop": {"keep_absolute": "twice"},
+    "keep_absolute='twice' must be 'interpolate' or 'train_size' or 'fade' or 'drop'": {"keep_absolute": "twice"},
     "absolute_weight=2.0": {"keep_absolute": "fade", "absolute_weight": 2.0},
     "belongs to keep_absolute='fade'": {"absolute_weight": 0.5},
     "never starts neutral": {"position_encoding": "axial_rope"},
@@ -61,9 +61,9 @@ WRONG = {
 }
 WRONG_BESIDE_ROPE = {
     "axial_rope learns nothing": {"position_encoding": "axial_rope"},
-    "coordinates='unit': with rotary_init='pretrained' the coordinates": {"coordinates": "unit"},
-    "rope_theta=10.0, position_shift=0.1: with": {"rope_theta": 10.0, "position_shift": 0.1},
-    "keep_absolute='drop': with": {"keep_absolute": "drop"},
+    "coordinates='unit': in models with RoPE the coordinates": {"coordinates": "unit"},
+    "rope_theta=10.0, position_shift=0.1: in": {"rope_theta": 10.0, "position_shift": 0.1},
+    "keep_absolute='drop': in": {"keep_absolute": "drop"},
 }
 
 

@@ -16,7 +16,7 @@ NOT_ONE_GRAPH = {"patched videomae_pretraining"}
 # Those of diffusers have a test of their own, which is in inference.
 KINDS = ("image", "video", "points", "layer", "hidden", "padded", "sizes", "physical", "poses", "patched", "vit", "eva")
 NAMES = [name for name in MODELS if name.startswith(KINDS) and name not in {*NOT_ONE_GRAPH, *SLOW}]
-NAMES += ["rotating llama, planes"]
+NAMES += ["rotating llama, planes", "composed llama, panels"]
 # Compiling takes seconds: one of each kind stands for the others.
 FAST = ("image liere", "points rope_mixed", "layer spherical_rope", "sizes", "patched siglip2")
 # float32 sums in another order, through all layers; a graph fixes how often exponentials are squared.

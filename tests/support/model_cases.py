@@ -162,6 +162,11 @@ for name, case in {**rope_cases.CASES, **rope_cases.FAMILIES}.items():
     MODELS[f"rotating {name}, planes"] = of_transformers(rope_cases, name, case, rope_cases.PLANES)
     if name not in WITHOUT_BLOCKS:
         MODELS[f"rotating {name}, blocks"] = of_transformers(rope_cases, name, case, BLOCKS)
+for name in ("llama", "dinov3", "qwen2_5_vl"):
+    MODELS[f"composed {name}"] = of_transformers(rope_cases, name, rope_cases.CASES[name], rope_cases.composed())
+MODELS["composed llama, panels"] = MODELS["composed llama"]._replace(
+    inputs=rope_cases.in_panels, config=rope_cases.composed(num_axes=2)
+)
 LIBRARIES = {"timm": "timm_cases", "diffusers": "diffusion_cases"}
 for library, cases in LIBRARIES.items():
     if importlib.util.find_spec(library):
@@ -177,6 +182,7 @@ SAVED = [name for name, model in MODELS.items() if model.is_saved]
 QUICK = {"rotating llama, planes", "rotating gpt_neox, blocks", "rotating dinov3, planes", "rotating gemma3n, planes"}
 # The code of an encoding of a user is tried in another process whenever a model is saved.
 SLOW = [name for name in MODELS if name.startswith("rotating ") and name not in QUICK or "two_parameters" in name]
+SLOW.append("composed qwen2_5_vl")
 
 
 def make(name: str, seed: int = 0) -> nn.Module:

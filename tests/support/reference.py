@@ -21,6 +21,18 @@ def generators(parameters, config, num_axes, layer, head):
     return torch.stack([torch.block_diag(*diagonal, unrotated) for diagonal in diagonals])
 
 
+def pair_halves(entries, planes):
+    """(D, D) of one axis and head, by loops: blocks of two planes; plane i has channels i and i + planes."""
+    found = torch.zeros(2 * planes, 2 * planes, dtype=torch.float64)
+    for block, values in enumerate(entries.double()):
+        channels = [channel for i in (2 * block, 2 * block + 1) for channel in (i, i + planes)]
+        places = [(row, column) for column in range(4) for row in range(column + 1, 4)]
+        for (row, column), value in zip(places, values, strict=True):
+            found[channels[row], channels[column]] = value
+            found[channels[column], channels[row]] = -value
+    return found
+
+
 def rotations(matrices, positions, position_encoding=None):
     """
     R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n). For Spherical RoPE and the LieRE product,

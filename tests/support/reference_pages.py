@@ -25,7 +25,6 @@ from hf_liere.encoding.kinds import ENCODINGS, STARTS  # noqa: E402
 from hf_liere.encoding.positions import CONVENTIONS  # noqa: E402
 from hf_liere.encoding.rotary_fields import RANGES, UNROTATED, GridFields, RotaryFields  # noqa: E402
 from hf_liere.encoding.shares import Shares  # noqa: E402
-from hf_liere.patching.rotary_patch import KEEP_ABSOLUTE  # noqa: E402
 from hf_liere.tools.cli import PARSER  # noqa: E402
 from hf_liere.transformer.configuration_liere import LieREConfig, LieREPixelConfig  # noqa: E402
 from hf_liere.transformer.validation import ARCHITECTURE_RANGES  # noqa: E402
@@ -83,7 +82,6 @@ OPEN = {
     "position_encoding": (*UNROTATED, *ENCODINGS),
     "rotary_init": tuple(STARTS),
     "coordinates": tuple(CONVENTIONS),
-    "keep_absolute": tuple(KEEP_ABSOLUTE),
 }
 KINDS = {int: "whole number", float: "number", str: "text", list: "list", tuple: None, type(None): None}
 # Fields that one rarely chooses, with what they are for.

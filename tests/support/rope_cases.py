@@ -348,6 +348,15 @@ def blocks(encoding="liere", **fields):
     return RotaryPatchConfig(position_encoding=encoding, block_size=4, rotary_init="pretrained", **fields)
 
 
+def composed(encoding="liere", **fields):
+    return RotaryPatchConfig(position_encoding=encoding, compose=True, **{"block_size": 4, **fields})
+
+
+def in_panels():
+    """Tokens with positions on two axes of their own, one-hot where they are in a panel."""
+    return {**tokens(), "rotary_positions": torch.eye(3)[torch.arange(11) // 4, 1:].expand(2, -1, -1)}
+
+
 def find_case(name):
     return CASES.get(name) or FAMILIES[name]
 

@@ -165,6 +165,8 @@ def _check_start(tower: LibraryTower, config: RotaryPatchConfig) -> None:
             f"keep_absolute={config.keep_absolute!r} is for vision towers of transformers; {tower.label} accepts "
             "interpolate."
         )
+    if config.compose:
+        raise ValueError(f"compose=True: accepted are models of transformers with RoPE, and not {tower.label}.")
     if tower.rotates != (config.rotary_init == "pretrained"):
         fits = "already rotates query and key; accepted: pretrained"
         fits = fits if tower.rotates else "does not rotate, so there is nothing to start from; accepted: zeros"
