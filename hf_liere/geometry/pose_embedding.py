@@ -109,13 +109,20 @@ class PoseEmbedding(nn.Module):
             the poses. Changes of the unit change attention, rotations of the scene do not.
         rope_theta: Base θ of the frequencies of patches, θ^(−i/q) for plane i of the q = patch_share · head_dim / 4 of
             an axis; 100 as in PRoPE. GTA's are 2^−i for coordinates from 0 to 2π: θ = 2^q.
+        num_heads: Heads with a learned weight of the distance, see [`distance_bias`]; `None` means no weights.
 
     Raises:
         ValueError: if `head_dim` or a share of it is not a multiple of 4, or an option is out of range.
     """
 
     def __init__(
-        self, head_dim: int, *, patch_share: float = 0.0, translation_scale: float = 1.0, rope_theta: float = 100.0
+        self,
+        head_dim: int,
+        *,
+        patch_share: float = 0.0,
+        translation_scale: float = 1.0,
+        rope_theta: float = 100.0,
+        num_heads: int | None = None,
     ):
         super().__init__()
         if not 0 <= patch_share < 1:
@@ -134,6 +141,7 @@ class PoseEmbedding(nn.Module):
         self.rotary: LieRotaryEmbedding | None = None
         if patch_channels:
             self.rotary = LieRotaryEmbedding(1, patch_channels, 2, "axial_rope", rope_theta=rope_theta)
+        self.distance_weight = None if num_heads is None else nn.Parameter(torch.zeros(num_heads))
 
     def frames(
         self,
@@ -214,12 +222,6 @@ class PoseEmbedding(nn.Module):
         """
         frames = self._find_frames(poses)
         key_frames = frames if key_poses is None else self._find_frames(key_poses, frames.reference)
-        first, second = frames.reference, key_frames.reference
-        if not (first is second or values_are_unknown(first, second) or (first == second).all()):
-            raise ValueError(
-                "The frames of queries and keys have different references: pass reference=frames.reference, of the "
-                "queries' frames, to those of the keys."
-            )
         return (
             self._transform("query", query, frames, frames.to_camera.mT),
             self._transform("key", key, key_frames, key_frames.from_camera),
@@ -245,6 +247,23 @@ class PoseEmbedding(nn.Module):
             frames = frames._replace(patches=frames.patches.transpose())
         return self._transform("output", output, frames, frames.to_camera)
 
+    def distance_bias(
+        self, poses: torch.Tensor | PoseFrames, key_poses: torch.Tensor | PoseFrames | None = None
+    ) -> torch.Tensor:
+        """
+        −w |xᵢ − xⱼ|² of shape (1 or B, num_heads, N, M), for the `attn_mask` of attention, with a learned w of every
+        head that starts at zero, and places x times `translation_scale`. Scores of queries and keys alone are linear in
+        relative translations, and cannot prefer what is near. Raises `ValueError` without `num_heads`, or as `forward`.
+        """
+        if self.distance_weight is None:
+            raise ValueError("num_heads=None: a PoseEmbedding(…, num_heads=…) has weights of the distance.")
+        frames = self._find_frames(poses)
+        key_frames = frames if key_poses is None else self._find_frames(key_poses, frames.reference)
+        places, key_places = frames.from_camera[..., :3, 3], key_frames.from_camera[..., :3, 3]  # (1 or B, N or M, 3)
+        # By differences: products of places cancel far from the reference.
+        distances = (places.unsqueeze(-2) - key_places.unsqueeze(-3)).square().sum(-1)  # (1 or B, N, M)
+        return -self.distance_weight[:, None, None] * distances[:, None].to(self.distance_weight.dtype)
+
     @property
     def options(self) -> dict[str, float]:
         """Arguments that the matrices of [`frames`] depend on."""
@@ -260,6 +279,12 @@ class PoseEmbedding(nn.Module):
         if poses.options != self.options:
             raise ValueError(
                 f"The frames are of a PoseEmbedding with {_name(poses.options)}; this one has {_name(self.options)}."
+            )
+        same = reference is None or poses.reference is reference
+        if not (same or values_are_unknown(poses.reference, reference) or (poses.reference == reference).all()):
+            raise ValueError(
+                "The frames of queries and keys have different references: pass reference=frames.reference, of the "
+                "queries' frames, to those of the keys."
             )
         return poses
 

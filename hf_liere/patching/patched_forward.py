@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..encoding.placement import draw_displacements
 from ..encoding.positions import TokenPositions
@@ -23,7 +23,7 @@ from ..encoding.rotary_fields import rotated_prefix
 from ..fast.dispatch import product_dtype
 from ..probing.module_inspection import View, takes
 from ..rotation.grouped_rotation import Rotation
-from ..transformer.attention_functions import find_attention
+from ..transformer.attention_functions import refuse_ignored_poses
 from .tower_patch import Pass
 from .vision_towers import position_table, trained_size
 
@@ -77,7 +77,8 @@ def rotary_attention_forward(
     rotated = rotation.rotate(rotation.change_basis(query), rotation.change_basis(key))  # 2 × (B, H, N, D)
     query, key = _match_strides(rotated[0], query), _match_strides(rotated[1], key)
     implementation = config.base._attn_implementation
-    function = find_attention(implementation, config.eager, kwargs.get("poses"))
+    refuse_ignored_poses(implementation, kwargs.get("poses"))
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, config.eager)
     if implementation not in ("eager", "sdpa", "flex_attention"):
         # These implementations read their name from the configuration of the module.
         module = View(module, config=config.base)

@@ -22,7 +22,7 @@ from ..probing.coordinate_probe import Turn, changes_frequencies, read_frequenci
 from ..probing.module_inspection import find_indexers, forward_arguments, is_rotation, projection_widths
 from ..probing.rope_layout import RopeLayout, RopeTower, find_rope_towers
 from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
-from ..transformer.attention_functions import find_attention
+from ..transformer.attention_functions import refuse_ignored_poses
 from .carrying import carry, keep_joined, take_off
 from .composed import choose_positions
 from .pretrained_blocks import PretrainedBlocks
@@ -218,7 +218,7 @@ def prepare_layer(
 ) -> None:
     """Among the arguments of an attention module, replaces what came from the rotary module by cos and sin."""
     if options.get("poses") is not None:
-        find_attention(attention.config._attn_implementation, type(attention).forward, options["poses"])
+        refuse_ignored_poses(attention.config._attn_implementation, options["poses"])
     encoding = tower.rotary_encoding
     # Some models do not rotate in every layer.
     for name in [name for name in options if is_rotation(name) and options[name] is not None]:

@@ -1,7 +1,6 @@
 """Attention functions: the eager one, and those that take poses of tokens."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +8,17 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..storage.saved_code import SavesItsCode
+
+
+def add_mask(attention_mask: Any, scores: torch.Tensor, implementation: str = "eager") -> torch.Tensor:
+    """(1 or B, H, N, N) scores and a mask of pairs; `ValueError` if the attention implementation takes other masks."""
+    if attention_mask is None and "flash" not in implementation:
+        return scores
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 4:
+        raise ValueError(f"attn_implementation={implementation!r}: distance_axes need eager, sdpa or pose_embedding.")
+    if attention_mask.dtype == torch.bool:
+        return scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)  # (B, H, N, N)
+    return scores + attention_mask  # (B, H, N, N)
 
 
 def eager_attention_forward(
@@ -23,33 +33,25 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention that also returns its (B, H, N, N) weights."""
     weights = torch.matmul(query, key.transpose(-1, -2)) * scaling  # (B, H, N, N)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        weights = weights.masked_fill(~attention_mask, torch.finfo(weights.dtype).min)
-    elif attention_mask is not None:
-        weights = weights + attention_mask
+    weights = add_mask(attention_mask, weights)
     weights = nn.functional.softmax(weights, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights  # (B, N, H, D), (B, H, N, N)
 
 
-def find_attention(implementation: str, eager: Callable, poses: Any = None) -> Callable:
-    """The function of an attention implementation. Raises as [`refuse_ignored_poses`]."""
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    refuse_ignored_poses(function, implementation, poses)
-    return function
+def takes_poses(implementation: str | None) -> bool:
+    """Whether the function of an attention implementation has an argument `poses`."""
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return function is not None and "poses" in inspect.signature(function).parameters
 
 
-def refuse_ignored_poses(function: Callable, implementation: str, poses: Any) -> None:
-    """Raises `ValueError` if poses were given, and the function of an attention implementation would ignore them."""
-    if poses is not None and not _takes_poses(function):
+def refuse_ignored_poses(implementation: str, poses: Any) -> None:
+    """Raises `ValueError` if poses were given, and an attention implementation would ignore them."""
+    if poses is not None and not takes_poses(implementation):
         raise ValueError(
             f"poses were given, but attn_implementation={implementation!r} ignores them: call "
             "model.set_attn_implementation('pose_embedding') first, or leave poses out."
         )
-
-
-def _takes_poses(function: Callable) -> bool:
-    return "poses" in inspect.signature(function).parameters
 
 
 class SavesPoseAttention(SavesItsCode):
@@ -57,8 +59,7 @@ class SavesPoseAttention(SavesItsCode):
 
     @property
     def attends_by_poses(self) -> bool:
-        function = ALL_ATTENTION_FUNCTIONS.get(self._attn_implementation)
-        return function is not None and _takes_poses(function)
+        return takes_poses(self._attn_implementation)
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()

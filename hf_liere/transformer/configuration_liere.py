@@ -145,8 +145,9 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
         warn_of_names(self, kwargs)
 
     def plain_code(self) -> dict[str, str] | None:
-        """The plain model, which does not fold and has neither poses nor positions from content."""
-        needs_package = self.folded_grids is not None or self.attends_by_poses or self.content_positions is not None
+        """The plain model, which does not fold and has neither poses, distances nor positions from content."""
+        lacking = self.folded_grids, self.content_positions, getattr(self, "distance_axes", None)
+        needs_package = self.attends_by_poses or any(field is not None for field in lacking)
         return None if needs_package else {"modeling_liere.py": model_code()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,7 +182,8 @@ class LieREConfig(RotaryFields, SavesPoseAttention, PreTrainedConfig):
     @property
     def uses_positions(self) -> bool:
         """Whether the model depends on the coordinates of tokens."""
-        return self.position_encoding not in UNROTATED or self.position_table_size is not None
+        fields = self.position_table_size, getattr(self, "distance_axes", None)
+        return self.position_encoding not in UNROTATED or any(field is not None for field in fields)
 
     @property
     def num_prefix_tokens(self) -> int:

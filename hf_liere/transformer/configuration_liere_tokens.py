@@ -33,6 +33,9 @@ class LieRETokensConfig(LieREConfig):
             The encoding's coordinates are (positions − origin) · scale, with one number for all axes or one per axis.
             The initial generators of LieRE and ComRoPE suit coordinates from 0 to 1, those of RoPE and STRING
             coordinates that count tokens; a table is read from 0 to 1.
+        distance_axes (`list[int]`, *optional*):
+            Axes whose squared distance lowers attention scores: every head adds −w |xᵢ − xⱼ|², with the coordinates x
+            of tokens on these axes and a learned w that starts at zero. Class and register tokens are at no distance.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
@@ -44,6 +47,7 @@ class LieRETokensConfig(LieREConfig):
     num_axes: int = 1
     position_origin: float | int | list[float | int] | tuple[float | int, ...] = 0.0
     position_scale: float | int | list[float | int] | tuple[float | int, ...] = 1.0
+    distance_axes: list[int] | tuple[int, ...] | None = None
 
     _auto_map = {
         "AutoConfig": "modeling_liere.LieRETokensConfig",
@@ -82,6 +86,9 @@ class LieRETokensConfig(LieREConfig):
                     f"{given}: with rotary_init='so3' positions are rotation vectors, which cannot be "
                     f"moved or scaled: [sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
                 )
+        chosen = self.distance_axes
+        if chosen is not None and not 0 < len(chosen) == len(set(chosen) & set(range(axes))):
+            raise ValueError(f"distance_axes={chosen} must be different axes among 0 … {axes - 1}, at least one.")
         if self.folded_grids is not None and needs_exponential(self):
             raise ValueError(
                 f"folded_grids={self.folded_grids}: {encoding} with block_size={self.block_size} has constant "

@@ -1,6 +1,7 @@
 """The transformer block: attention that rotates query and key by the position of their token, and the MLP."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_back
 from ..rotation.projections import fold_into, project
-from .attention_functions import eager_attention_forward, refuse_ignored_poses
+from .attention_functions import add_mask, eager_attention_forward, refuse_ignored_poses
 from .configuration_liere import LieREConfig
 
 
@@ -31,7 +32,9 @@ class LieREAttention(nn.Module):
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5
         self.is_causal = False
-        width = config.num_attention_heads * config.head_dim
+        heads, has_distances = config.num_attention_heads, getattr(config, "distance_axes", None) is not None
+        self.distance_weight = nn.Parameter(torch.zeros(heads)) if has_distances else None
+        width = heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
@@ -42,6 +45,7 @@ class LieREAttention(nn.Module):
         hidden_states: torch.Tensor,
         rotation: Rotation | partial | None = None,
         attention_mask: torch.Tensor | None = None,
+        distances: Any = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, N, hidden_size) states and this layer's rotation, or what makes it of them → states and weights."""
@@ -60,9 +64,11 @@ class LieREAttention(nn.Module):
             value, _ = of_values.rotate(value, value[:0])
 
         implementation = self.config._attn_implementation
+        refuse_ignored_poses(implementation, kwargs.get("poses"))
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        if (poses := kwargs.get("poses")) is not None:
-            refuse_ignored_poses(attention_interface, implementation, poses)
+        if self.distance_weight is not None:
+            bias = -self.distance_weight[:, None, None] * distances.unsqueeze(1)  # (1 or B, H, N, N)
+            attention_mask = add_mask(attention_mask, bias.to(query.dtype), implementation)
         # The implementations of transformers refuse empty batches.
         attended, weights = (attention_interface if input_shape[0] else eager_attention_forward)(
             self,

@@ -94,7 +94,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         positions: TokenPositions | GroupedPositions | None,
         attention_mask: torch.Tensor | object | None,
         patch_dropout_prob: float = 0.0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> LieREModelOutput:
         """
         Drop a share of the patches, then apply all layers to the embeddings (B, prefix + N, hidden_size) of all tokens.

@@ -161,6 +161,11 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         attention_mask = self.extend_mask(attention_mask, batch, length)  # (B, prefix + N) or pairs
         placed = self.place_tokens(positions, batch, length, visible)  # (…, prefix + N, A)
         embeddings = self.embeddings(zero_hidden(inputs_embeds, visible), placed)  # (B, prefix + N, hidden_size)
+        if (axes := self.config.distance_axes) is not None and placed is not None:
+            prefix = self.config.num_prefix_tokens
+            places = placed.on_axes(axes).coordinates[..., prefix:, :].view(-1, length, len(axes))  # (1 or B, N, axes)
+            distances = (places.unsqueeze(2) - places.unsqueeze(1)).square().sum(-1).to(embeddings.dtype)
+            kwargs["distances"] = nn.functional.pad(distances, (prefix, 0, prefix, 0))  # (1 or B, prefix + N, …)
         return self.transform(embeddings, placed, attention_mask, **kwargs)
 
 

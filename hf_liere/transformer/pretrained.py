@@ -57,6 +57,8 @@ class LieREPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         elif isinstance(module, ContentPositions):
             init.zeros_(module.weight)
+        elif isinstance(module, LieREAttention) and module.distance_weight is not None:
+            init.zeros_(module.distance_weight)
 
     def post_init(self) -> None:
         super().post_init()

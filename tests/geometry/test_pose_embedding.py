@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from pose_reference import HEAD_DIM, expected, random_poses, random_states, tiled
+from pose_reference import HEAD_DIM, HEADS, by_distance, expected, random_poses, random_states, tiled
 from torch.nn import functional as F
 
 from hf_liere import PoseEmbedding, grid_positions
@@ -26,8 +26,15 @@ def random_intrinsics(*shape):
 
 def attend(layer, states, *frames):
     query, key, value = layer(*states, *frames)
-    output = F.scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+    bias = None if layer.distance_weight is None else layer.distance_bias(*frames).to(query.dtype)
+    output = F.scaled_dot_product_attention(query, key, value, bias, enable_gqa=query.shape[1] != key.shape[1])
     return layer.undo(output, frames[0])
+
+
+def weighted(layer, *weights):
+    with torch.no_grad():
+        layer.distance_weight.copy_(torch.tensor(weights))
+    return layer
 
 
 def with_turns(matrices, angles):
@@ -109,15 +116,29 @@ def test_equals_models_of_gta():
 
 def test_keys_of_other_tokens():
     poses, key_poses, states = random_poses(2, 3), random_poses(2, 5), random_states(2, 3, 5, 5)
-    layer = PoseEmbedding(HEAD_DIM)
-    wanted = expected(states, *(tiled(torch.linalg.inv(each)) for each in (poses, key_poses)))
-    frames = layer.frames(poses)
+    transforms = [tiled(torch.linalg.inv(each)) for each in (poses, key_poses)]
+    layer, places = PoseEmbedding(HEAD_DIM, num_heads=HEADS).double(), [each[..., :3, 3] for each in (poses, key_poses)]
+    assert not layer.distance_bias(poses, key_poses).any()
+    torch.testing.assert_close(attend(layer, states, poses, key_poses), expected(states, *transforms))
+    wanted = expected(states, *transforms, by_distance([-0.5, 0.25], *places))
+    frames = weighted(layer, 0.5, -0.25).frames(poses)
     for given in ((poses, key_poses), (frames, layer.frames(key_poses, reference=frames.reference))):
         torch.testing.assert_close(attend(layer, states, *given), wanted, rtol=1e-11, atol=1e-11)
     with pytest.raises(ValueError, match="key_poses"):
         layer(*states, poses)
     with pytest.raises(ValueError, match="different references"):
         layer(*states, frames, layer.frames(key_poses))
+
+
+def test_distances_are_scaled():
+    poses = random_poses(2, 3)
+    layer = weighted(PoseEmbedding(HEAD_DIM, translation_scale=0.1, num_heads=1), 2.0)
+    places = 0.1 * poses[..., :3, 3]
+    wanted = by_distance([-2.0], places, places).float()
+    torch.testing.assert_close(layer.distance_bias(poses), wanted, rtol=1e-6, atol=1e-7)
+    assert layer.distance_bias(poses[0]).shape == (1, 1, 3, 3)
+    with pytest.raises(ValueError, match="num_heads=None"):
+        PoseEmbedding(HEAD_DIM).distance_bias(poses)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +152,11 @@ def test_keys_of_other_tokens():
     ],
 )
 def test_invariant_under_motions_of_the_scene(distance, away, given, states, bound):
-    """The largest output is the unit; cameras are in 50 m around the origin or kilometres away."""
+    """The largest output is the unit; cameras are in 50 m around the origin or kilometres away, near ones preferred."""
     motion = random_poses()
     motion[:3, 3] = away * F.normalize(torch.randn(3, dtype=torch.float64), dim=0)
-    poses, states, layer = random_poses(2, 8, distance=distance), random_states(2, 8, dtype=states), PoseEmbedding(16)
+    poses, states = random_poses(2, 8, distance=distance), random_states(2, 8, dtype=states)
+    layer = weighted(PoseEmbedding(16, num_heads=HEADS).to(states[0]), 1 / distance**2, -0.1 / distance**2)
     still, moved = (attend(layer, states, each.to(given)) for each in (poses, motion @ poses))
     assert largest_difference(moved, still) < bound
 
@@ -216,14 +238,14 @@ def test_states_are_rounded_once(dtype, bound):
 
 
 def test_gradients():
-    """Of states, and of all entries of poses and intrinsics that are not fixed."""
-    layer, known = PoseEmbedding(8, patch_share=0.5), torch.tensor([True, False, True])
+    """Of states and weights, and of all entries of poses and intrinsics that are not fixed."""
+    layer, known = PoseEmbedding(8, patch_share=0.5, num_heads=1).double(), torch.tensor([True, False, True])
     states = [torch.randn(1, 1, 3, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     poses, intrinsics = random_poses(1, 3), random_intrinsics(1, 3)
     rigid = poses[..., :3, :].clone().requires_grad_()
     projection = intrinsics[..., [0, 0, 0, 1, 1], [0, 1, 2, 1, 2]].requires_grad_()
 
-    def output(query, key, value, rigid, projection):
+    def output(query, key, value, rigid, projection, weight):
         rows = torch.cat([projection[..., :3], torch.zeros(1, 3, 1), projection[..., 3:]], -1).unflatten(-1, (2, 3))
         frames = layer.frames(
             torch.cat([rigid, poses[..., 3:, :]], dim=-2),
@@ -235,7 +257,8 @@ def test_gradients():
         return attend(layer, (query, key, value), frames)
 
     # A step of 1e-6 leaves poses within their tolerance.
-    assert torch.autograd.gradcheck(output, (*states, rigid, projection), eps=1e-6, atol=1e-6)
+    inputs = *states, rigid, projection, weighted(layer, 0.3).distance_weight
+    assert torch.autograd.gradcheck(output, inputs, eps=1e-6, atol=1e-6)
 
 
 def test_compiles_into_one_graph():

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from pose_reference import HEAD_DIM, HEADS, expected, random_poses, random_states, tiled
+from pose_reference import HEAD_DIM, HEADS, by_distance, expected, random_poses, random_states, tiled
 from transformers import (
     AttentionInterface,
     AutoModelForImageClassification,
@@ -68,6 +68,72 @@ def test_outputs_of_a_model_do_not_change_when_the_scene_moves():
     # Hidden tokens are not attended to, wherever they are.
     hidden = torch.where(visible.bool()[..., None, None], poses, random_poses(2, 6))
     torch.testing.assert_close(logits(hidden)[visible.bool()], before[visible.bool()], rtol=0, atol=1e-5)
+
+
+NEAR = {"distance_axes": [5, 1, 3], "position_scale": 0.5}
+
+
+def near_model(**fields):
+    model = tokens_model(**NEAR, **fields).double()
+    with torch.no_grad():
+        for layer, weights in zip(model.liere.layers, ((0.5, -0.25), (1.0, 0.5))):
+            layer.attention.distance_weight.copy_(torch.tensor(weights))
+    return model
+
+
+@torch.no_grad()
+def test_attention_by_poses_and_distances():
+    """In a float64 loop; hidden tokens and class tokens are at no distance, and nothing changes at the start."""
+    features, poses, places = torch.randn(2, 6, 3).double(), random_poses(2, 6), torch.randn(2, 6, 6).double()
+    model, visible = near_model(), torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+    states, seen = model.liere.embeddings(features), visible.bool()
+    for layer in model.liere.layers:
+        attention, normal = layer.attention, layer.layernorm_before(states)
+        heads = [
+            getattr(attention, f"{name}_proj")(normal).unflatten(-1, (HEADS, -1)).transpose(1, 2) for name in "qkv"
+        ]
+        columns = 0.5 * places[..., [1, 3, 5]]
+        bias = by_distance((-attention.distance_weight).tolist(), columns, columns)
+        bias = bias.masked_fill(~seen[:, None, None], -torch.inf)
+        attended = expected(heads, tiled(torch.linalg.inv(poses)), bias=bias).transpose(1, 2).flatten(2)
+        states = states + attention.o_proj(attended)
+        states = states + layer.mlp(layer.layernorm_after(states))
+    wanted = model.classifier(model.liere.layernorm(states))
+    hidden = torch.where(seen[..., None], places, torch.nan)
+    found = model(features, hidden, visible, poses=poses).logits
+    torch.testing.assert_close(found[seen], wanted[seen], rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{"num_register_tokens": 2}, {"position_encoding": "rope_mixed"}])
+def test_distances_under_other_attention(fields):
+    model, rotates = near_model(**fields), "position_encoding" in fields
+    start = tokens_model(**fields, position_scale=0.5 if rotates else 1.0).double()
+    start.load_state_dict(model.state_dict(), strict=False)
+    features, places, mask = torch.randn(1, 6, 3).double(), torch.randn(6, 6).double(), torch.arange(6)[None] < 4
+    for given in (None, mask):
+        found = []
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            found.append(model(features, places, given).logits)
+        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    # Places that move together, and columns that are no place.
+    moved = places + torch.tensor([0, 7.0, 0, -3.0, 0, 2.0])
+    if not rotates:
+        moved[:, [0, 2, 4]] += torch.randn(6, 3)
+    torch.testing.assert_close(model(features, moved, mask).logits[:, :4], found[1][:, :4], rtol=0, atol=1e-10)
+    start.set_attn_implementation("sdpa")
+    # All at one place, where prefix tokens are as well, and then any places without weights.
+    for given in (torch.zeros(6, 6).double(), places):
+        before = start(features, given if rotates else None, mask).logits
+        torch.testing.assert_close(model(features, given, mask).logits, before, rtol=0, atol=1e-12)
+        for layer in model.liere.layers:
+            layer.attention.distance_weight.zero_()
+    with pytest.raises(ValueError, match="'none' needs positions|'rope_mixed' needs positions"):
+        model(features)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="'flex_attention': distance_axes need eager, sdpa or"):
+        model(features, places, mask)
 
 
 def test_a_model_needs_the_poses_of_all_tokens():

@@ -136,6 +136,7 @@ MODELS |= {
     "sizes, rotated prefix": own("image", "comrope_ap", of_sizes, rotate_prefix=True),
     "image content": own("image", "rope_mixed", hidden, content_positions="heads"),
     "padded points content": own("points", "liere", padded, rotary_init="zeros", content_positions="shared_sum"),
+    "padded points distance": own("points", "none", padded, distance_axes=[0, 2]),
     "physical": own("video", "liere", timed, coordinates="physical", physical_unit=[2.0, 8.0, 8.0]),
 }
 MODELS |= {f"layer {encoding}": layer(encoding) for encoding in encoding_cases.ENCODINGS}
