@@ -8,8 +8,8 @@ import pytest
 import torch
 from encoding_cases import (
     COMMUTING,
-    ENCODINGS,
     LEARNED,
+    OWN_PLAIN,
     PRODUCTS,
     block_size,
     block_sizes,
@@ -135,9 +135,9 @@ def test_generators_are_float32_until_they_are_cast(tiny, encoding, dtype, caplo
 
 @pytest.mark.slow
 def test_checkpoints_load_without_the_package(tiny, tmp_path):
-    """Of every encoding, with parameters that training could have led to, in a process without hf_liere."""
+    """Of every encoding of the package, as training could have led to, in a process without hf_liere."""
     pixel_values, logits = torch.randn(2, 3, 8, 24), {}
-    for encoding in ENCODINGS:
+    for encoding in OWN_PLAIN:
         model = AutoModelForImageClassification.from_config(tiny(**fields(encoding), initializer_range=0.2))
         perturb(model).eval().save_pretrained(tmp_path / encoding)
         logits[encoding] = model(pixel_values).logits.detach()

@@ -74,7 +74,7 @@ def test_bases_fold_into_the_weights_and_leave_cosines(tiny, monkeypatch, encodi
 
 
 @pytest.mark.slow
-def test_a_folded_checkpoint_loads_without_the_package(tiny, tmp_path):
+def test_a_folded_checkpoint_loads_by_its_file(tiny, tmp_path):
     folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
     folded.save_pretrained(tmp_path / "model")
     pixel_values = torch.randn(1, 3, 16, 16)
@@ -87,7 +87,7 @@ def test_a_folded_checkpoint_loads_without_the_package(tiny, tmp_path):
         torch.testing.assert_close(model(expected["pixel_values"]).logits, expected["logits"], rtol=0, atol=1e-6)
         assert model.config.folded_grids == [] and not model.training
     """
-    run_code(code, tmp_path, package=False)
+    run_code(code, tmp_path, package=None)
 
 
 @pytest.mark.parametrize("change", [{"coordinates": "index"}, {"num_prefix_tokens": 0}, {"train_grid": (2, 2)}])

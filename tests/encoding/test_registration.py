@@ -4,6 +4,7 @@ import importlib
 import re
 import shutil
 import sys
+import textwrap
 
 import own_rotations
 import pytest
@@ -184,7 +185,7 @@ def test_a_patch_loads_by_its_file(patched, tmp_path):
             states = model(torch.ones(1, 3, 16, 16)).last_hidden_state
         print((states - torch.load("states.pt")).abs().max().item() < 1e-5)
     """
-    assert run_code(WITHOUT_OWN + code, tmp_path, package=None)[-1] == "True"
+    assert run_code(textwrap.dedent(WITHOUT_OWN) + textwrap.dedent(code), tmp_path, package=None)[-1] == "True"
 
 
 @pytest.mark.parametrize(
