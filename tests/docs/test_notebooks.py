@@ -126,6 +126,7 @@ def test_orientations(ran):
     assert accuracies["LieRE from so(3)"][180] > 0.95 and accuracies["RoPE-Mixed"][180] < 0.7
 
 
+@pytest.mark.slow
 def test_own_encoding(ran):
     """Three steps of its training; the class that it saves is the one on the page."""
     try:

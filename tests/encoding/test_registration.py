@@ -141,7 +141,12 @@ def package_of_user(tmp_path, monkeypatch):
     "name, first, message",
     [
         ("relative", "from .helpers import TWO", "attempted relative import|No module named"),
-        ("absolute", "from package_of_user.helpers import TWO", "No module named 'package_of_user'"),
+        pytest.param(
+            "absolute",
+            "from package_of_user.helpers import TWO",
+            "No module named 'package_of_user'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_files_that_need_others_are_refused(name, first, message, package_of_user, tmp_path):

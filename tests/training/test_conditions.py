@@ -141,6 +141,7 @@ def test_conditions_change_evaluations_but_no_training(files, tmp_path):
     assert losses["none"] != losses["shuffled"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_with_coordinates_of_a_fixed_range(files, tmp_path):
     """They are equal where it was trained and differ at another size; no others may be given."""
     train(tmp_path / "run", *files, "--initializer_range", 0.3)

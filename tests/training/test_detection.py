@@ -180,7 +180,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "encoding", slow_except(("absolute", "liere"), ("absolute", "rope_mixed", "liere", "comrope_ap", "comrope_ld"))
+    "encoding", slow_except(("liere",), ("absolute", "rope_mixed", "liere", "comrope_ap", "comrope_ld"))
 )
 def test_every_encoding_starts_from_absolute_positions_for_larger_pictures(encoding, shapes, plain, tmp_path):
     """As the recipe coco: before a step is taken, the detector's feature map is the one of the classifier."""

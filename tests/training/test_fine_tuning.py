@@ -49,10 +49,10 @@ def correct(model, output, folder):
 @pytest.mark.parametrize(
     "model, flags",
     [
-        ("dinov2", ["--image_size", "42"]),
-        ("dinov2", [*ROTATIONS, "--image_size", "42"]),
+        pytest.param("dinov2", ["--image_size", "42"], marks=pytest.mark.slow),
+        pytest.param("dinov2", [*ROTATIONS, "--image_size", "42"], marks=pytest.mark.slow),
         ("dinov2", [*ROTATIONS, "--trainable", "rotary+head", "--image_size", "28"]),
-        ("vit", [*ROTATIONS, "--image_size", "24"]),
+        pytest.param("vit", [*ROTATIONS, "--image_size", "24"], marks=pytest.mark.slow),
         ("vit", []),
         ("resnet", ["--image_size", "32"]),
     ],

@@ -173,7 +173,7 @@ def test_complete_models_hold_what_was_learnt(trainable, flags, llama, data, tmp
     assert more["eval_64_perplexity"] == metrics["eval_64_perplexity"]
 
 
-@pytest.mark.parametrize("flags", [PLANES, BLOCKS], ids=["planes", "blocks"])
+@pytest.mark.parametrize("flags", [pytest.param(PLANES, marks=pytest.mark.slow), BLOCKS], ids=["planes", "blocks"])
 def test_lora_and_rotations_load_again_by_their_own_libraries(flags, llama, data, tmp_path):
     peft = pytest.importorskip("peft")
     flags = ["--model_name_or_path", llama[0], *flags, "--trainable", "lora+rotary", "--learning_rate", 1e-2]
@@ -246,6 +246,7 @@ def test_adapters_that_cannot_be_trained_further_say_why(llama, data, tmp_path):
         train(tmp_path / "damaged", data, *given, "rotary")
 
 
+@pytest.mark.slow
 def test_every_family_leaves_a_whole_model(data, tmp_path):
     new_model(tmp_path / "qwen", data, "qwen3")
     metrics = train(tmp_path / "run", data, "--model_name_or_path", tmp_path / "qwen", *BLOCKS)

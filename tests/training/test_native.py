@@ -189,7 +189,7 @@ def test_sizes_use_the_patches_there_are():
         assert (rows - 1) * width < columns * height and (columns - 1) * height < rows * width
 
 
-@pytest.mark.parametrize("patch_size", ["6", "[6,6]"])
+@pytest.mark.parametrize("patch_size", ["6", pytest.param("[6,6]", marks=pytest.mark.slow)])
 def test_the_default_of_the_training_grid_is_the_largest_square(patch_size, files, tmp_path):
     flags = ["--hidden_size", 16, "--num_hidden_layers", 1, "--num_attention_heads", 2, "--intermediate_size", 16]
     flags += ["--patch_size", patch_size, "--max_num_patches", 20, "--max_steps", 1, "--do_train", *TINY_RUN, *files]

@@ -80,6 +80,7 @@ def test_logs_tell_the_rate_and_the_time_to_go(one_process):
     assert rated[0]["hours_to_go"] >= 0 and rated[-1]["hours_to_go"] == 0
 
 
+@pytest.mark.slow
 def test_a_log_has_two_figures_for_each_evaluation(train_file, uneven_file, tmp_path, capfd):
     """In whole lines; the table of the last evaluation follows. With --verbose, it has all that is logged."""
     flags = ["--train_files", train_file, "--validation_files", uneven_file, "--num_train_epochs", 2, "--do_eval"]

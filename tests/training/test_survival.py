@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkout import ROOT
 from fresh_process import run_python
+from slow_cases import slow_except
 from torch.utils.data import DataLoader
 from training_helpers import SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
 
@@ -226,7 +227,7 @@ def test_a_model_that_does_not_fit_the_disk_leaves_nothing_of_itself(flags, whol
     assert {path.name for path in tmp_path.iterdir()} == {"run_config.json", "environment.json"}
 
 
-@pytest.mark.parametrize("flag", [pytest.param("resume", marks=pytest.mark.slow), "overwrite", None])
+@pytest.mark.parametrize("flag", [*slow_except((), ("resume", "overwrite")), None])
 def test_a_run_does_not_write_among_files_of_others(flag, flags, tmp_path):
     (tmp_path / "holiday.txt").write_text("mine")
     if flag is None:

@@ -137,7 +137,7 @@ def test_indices_stay_indices_for_rope(tmp_path):
     assert placement(load(train_files=[str(tmp_path / "a.ts")]).train, "liere") == ([0.0], 0.5)
 
 
-@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("per_token", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_and_an_evaluation_of_its_model(per_token, tmp_path):
     train, test = (write_points(tmp_path / f"{seed}.parquet", 30, seed, per_token) for seed in (0, 1))
     files = ["--train_files", train, "--validation_files", test, *FLAGS_OF_POINTS]
@@ -178,6 +178,7 @@ def test_a_run_and_an_evaluation_of_its_model(per_token, tmp_path):
         assert (kept["ranks"] == 0).tolist() == np.concatenate(right).tolist()
 
 
+@pytest.mark.slow
 def test_positions_are_learned_from(tmp_path):
     """The class of a token is on which side of the origin it lies, which its features do not tell."""
     train, test = (write_points(tmp_path / f"{seed}.parquet", 200, seed) for seed in (0, 1))
