@@ -76,7 +76,7 @@ def check_restored(kind, model, inputs, folder, most=None):
 
 
 @pytest.mark.slow
-def test_auto_classes_restore_in_a_process_without_the_package(tmp_path):
+def test_auto_classes_restore_where_nobody_imports_the_package(tmp_path):
     fields = {"layers": [1], "keep_absolute": "drop", "coordinates": "index"}
     models = {name: (auto_class, *patched(name, **fields)) for name, auto_class in AUTO_CLASSES.items()}
     for name, auto_class, config in ROTATING:
