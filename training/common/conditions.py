@@ -34,6 +34,7 @@ class ConditionArguments:
         "input's extent.",
     )
     evaluation_seed: int = flag(0, "Seed of the permutations and of the offset.")
+    save_logits: bool = flag(False, "Save the logits of the evaluation, in half precision, with the ranks and losses.")
 
     def __post_init__(self):
         if self.evaluation_shuffle not in SHUFFLES:

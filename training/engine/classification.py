@@ -1,6 +1,7 @@
 """Building and training a classifier: what the scripts for images and for videos share."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -90,7 +91,7 @@ def train_classifier(
         data_collator=ConditionCollator(collator, model, arguments.condition),
         processing_class=processor,
         compute_metrics=ClassificationMetrics(model.config.num_labels),
-        preprocess_logits_for_metrics=ranks_and_losses,
+        preprocess_logits_for_metrics=partial(ranks_and_losses, with_logits=arguments.condition.save_logits),
     )
     # For a stream, the number of examples that all processes read together.
     examples = train and getattr(train, "num_examples", len(train)), evaluation and len(evaluation)

@@ -277,21 +277,23 @@ def average_views(logits: torch.Tensor, count: int) -> torch.Tensor:
     return views.logsumexp(dim=1) - math.log(views.shape[1])
 
 
-def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+def ranks_and_losses(logits: Any, labels: torch.Tensor, with_logits: bool = False) -> torch.Tensor:
     """Reduces logits to the rank of the label and the cross entropy of every example or token, (…, 2).
 
-    With two classes, also the log odds of the second, (…, 3). The rank is the number of classes that score higher; ties
-    go to the first class, as in `argmax`. Reducing before processes exchange results keeps evaluations with many
-    classes small, and the loss exact for batches of unequal size. Rows with `IGNORED_LABEL` are meaningless.
+    With two classes, also the log odds of the second, (…, 3). `with_logits` appends the logits. The rank is the number
+    of classes that score higher; ties go to the first class, as in `argmax`. Reducing before processes exchange results
+    keeps evaluations with many classes small, and the loss exact for batches of unequal size. Rows with `IGNORED_LABEL`
+    are meaningless.
     """
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
     losses = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", ignore_index=IGNORED_LABEL)
-    labels = labels.clamp(min=0).unsqueeze(-1)
+    labels = labels.clamp(min=0).unsqueeze(-1)  # (…, 1)
     of_label = logits.gather(-1, labels)
     before = torch.arange(logits.shape[-1], device=logits.device) < labels
     ranks = ((logits > of_label) | ((logits == of_label) & before)).sum(dim=-1)
     scores = [logits[..., 1] - logits[..., 0]] if logits.shape[-1] == 2 else []
-    return torch.stack([ranks.float(), losses, *scores], dim=-1)
+    reduced = torch.stack([ranks.float(), losses, *scores], dim=-1)
+    return torch.cat([reduced, logits], dim=-1) if with_logits else reduced
 
 
 class ClassificationMetrics:
@@ -300,7 +302,7 @@ class ClassificationMetrics:
 
     `loss` replaces Trainer's own, which gives batches of different sizes equal weight. `chance` is the accuracy of the
     most frequent class. Unreadable examples are excluded and counted. `examples` contains the last ranks and losses by
-    example.
+    example, and the logits, in half precision, if the results have them.
 
     If labels are per token, (samples, tokens), tokens without a label are excluded, and intervals resample whole
     samples because their tokens are dependent: `examples` contains the number of labelled tokens of each sample
@@ -320,11 +322,14 @@ class ClassificationMetrics:
         values = np.asarray(results.predictions, np.float64)[read]
         if not len(values):
             raise InputError(f"None of the {len(labels)} examples of the evaluation could be read.")
+        values, logits = np.split(values, [3 if self.num_classes == 2 else 2], axis=1)
         ranks, losses, *scores = values.T
         if not np.isfinite(losses).all():
             wrong = int((~np.isfinite(losses)).sum())
             raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} examples is not finite.")
         self.examples = {"ranks": ranks.astype(np.int32), "losses": losses.astype(np.float32)}
+        if logits.size:
+            self.examples["logits"] = logits.astype(np.float16)
         chance = {"chance": float(np.bincount(labels[read]).max() / len(values))}
         counted = {"ranks": ranks.astype(np.int64), "losses": losses, "num_classes": self.num_classes}
         if labels.ndim == 2:
