@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from hf_liere.errors import InputError
+from training.common.records import remove_private
 from training.engine.runs import start
 from training.engine.saving import StoppedError
 from training.evidence.gpu.models import Settings
@@ -115,7 +116,7 @@ class Tables:
         self.runs = {row.name: row.run(self.folder / "runs" / row.name, data, given.scale, passed) for row in self.rows}
         self.path = self.folder / "gpu_tables.jsonl"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        about = {**header(Settings(device, given.scale < 1)), "scale": given.scale}
+        about = {**header(Settings(device, given.scale < 1)), "scale": given.scale, "flags": remove_private(passed)}
         try:
             self.records = Records(self.path, about, self.path.exists())
         except BenchmarkError as error:
@@ -170,17 +171,8 @@ class Tables:
             if time.time() > self.end:
                 break
             print(f"[{number}/{len(rows)}] {row.name}", flush=True)
-            try:
-                self.attempt(row, "result", partial(finish, row, self.folder / "stored"))
-            except (OutOfTime, StoppedError):
-                if time.time() < self.end:
-                    raise
+            self.attempt(row, "result", partial(finish, row, self.folder / "stored"))
             self.keep()
-        names = [row.name for row in self.left]
-        print(f"Not finished: {', '.join(names)}; the same command goes on." if names else "All rows have finished.")
-        print(
-            f"Report: python training/evidence/report.py {self.folder}/results/*.jsonl --output_dir {self.folder}/report"
-        )
 
     def attempt(self, row: Row, kind: str, work: Callable[[Run], dict]) -> None:
         """Adds the line of a piece of work, or of why it failed; ends it when the minutes are over."""
