@@ -2,6 +2,7 @@
 
 import gc
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -299,3 +300,33 @@ def test_windows_opens_no_folders(tmp_path, monkeypatch):
     for path in (tmp_path, tmp_path / "file"):
         saving._flush(path)
     assert opened == [(tmp_path / "file", saving.os.O_RDWR)]
+
+
+def test_images_are_decoded_once_on_a_machine(tmp_path, monkeypatch):
+    """Later runs and other processes map the same file; changed pictures are decoded again."""
+    folder = write_images_folder(tmp_path / "folder", {"train": 70})
+    path = next(Path(folder).rglob("*.png"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def decoded() -> tuple[list[bytes], int]:
+        """The pictures, those of a copy in another process, and how many were decoded after the first 64."""
+        count = []
+        decode = images.DecodedImages.decode
+        with monkeypatch.context() as patch:
+            patch.setattr(images.DecodedImages, "decode", lambda *given: count.append(0) or decode(*given))
+            source = load(image_folder=folder, evaluate=False).train
+        sent = pickle.dumps(source.cache)
+        found, copied = ([one.get(row).tobytes() for row in range(70)] for one in (source.cache, pickle.loads(sent)))
+        assert found == copied and len(sent) < 1000
+        return found, len(count) - 64
+
+    first, count = decoded()
+    assert count == 70 and len(set(first)) > 60
+    assert decoded() == (first, 0)
+    pictures(1, seed=9)[0].save(path)
+    second, count = decoded()
+    assert count == 70 and sum(a != b for a, b in zip(first, second)) == 1
+    # Where nothing can be written, they are in memory, as before.
+    monkeypatch.setattr(images, "place_of", lambda *_: path / "cache")
+    source = load(image_folder=folder, evaluate=False).train
+    assert [source[row][0].tobytes() for row in range(70)] == second and isinstance(source.cache, dict)

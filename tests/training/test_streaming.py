@@ -51,8 +51,8 @@ class PlaceOfProcess:
 def images_of(shards, epoch=0, batch=4, workers=0, rank=0, world=1, **augmentation):
     arguments = DataArguments(streaming=True, train_files=shards, max_train_samples=52)
     _, stream = open_stream(arguments, TRAINING)
-    args = RunArguments(output_dir="unused", use_cpu=True, do_train=True, seed=0)
-    args.per_device_train_batch_size, args.dataloader_num_workers = batch, workers
+    args = RunArguments(output_dir="unused", use_cpu=True, do_train=True, seed=0, dataloader_num_workers=workers)
+    args.per_device_train_batch_size = batch
     # What torchrun would tell.
     place = PlaceOfProcess(args, rank, world)
     augment = Augmentation((16, 16), 3, AugmentationArguments(**augmentation), args.order_seed)

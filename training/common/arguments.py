@@ -5,7 +5,9 @@ import json
 import math
 import os
 import re
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
 
 import torch
@@ -17,6 +19,10 @@ from transformers.training_args import TrainingArguments
 from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from hf_liere.errors import InputError
 from training.common.help import WRITTEN
+
+
+# Two batches of 512 images of 168 px in float32 take 350 MB.
+BYTES_OF_WORKER = 2**29
 
 
 def flag(default: Any, help: str, **metadata) -> Any:
@@ -161,7 +167,9 @@ class DataArguments(ViewArguments):
     image_column_name: str | None = flag(None, "Column of images; by default the only one.")
     label_column_name: str | None = flag(None, "Column of classes; by default the only one.")
     streaming: bool = flag(False, "Read training images on demand instead of downloading all of them first.")
-    image_cache_gigabytes: float = flag(2.0, "Memory for decoded images, per process.")
+    image_cache_gigabytes: float = flag(
+        2.0, "Memory for decoded images, which the processes of a machine and later runs share through a file."
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -278,6 +286,11 @@ class RunArguments(TrainingArguments):
         False, "Print all that is logged, instead of the loss and the accuracy of each evaluation in training."
     )
     per_device_eval_batch_size: int = flag(64, "Examples per process in an evaluation.")
+    dataloader_num_workers: int | None = flag(
+        None,
+        "Processes that read and augment batches, for each process of the run. By default none on a CPU. Beside an "
+        "accelerator two fewer than the cores for each process, as far as shared memory allows, and they persist.",
+    )
     remove_unused_columns: bool = flag(
         False, "Must stay off: the data loader yields examples, not columns of the model."
     )
@@ -287,6 +300,10 @@ class RunArguments(TrainingArguments):
         self._check_numbers()
         # Without this, each of several processes would train a separate copy of the model, and bf16 would be refused.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.chooses_workers = self.dataloader_num_workers is None
+        if self.chooses_workers:
+            self.dataloader_num_workers = 0 if self.use_cpu else default_workers()
+            self.dataloader_persistent_workers |= self.dataloader_num_workers > 0
         try:
             super().__post_init__()
         except ValueError as error:
@@ -379,6 +396,22 @@ class RunArguments(TrainingArguments):
                 "--total_train_batch_size alone. It also overrides the recipe's."
             )
         return share
+
+
+def default_workers(shared_memory: Path = Path("/dev/shm")) -> int:
+    """
+    Data loader workers of one of the processes of this machine: its share of the cores but two, one for itself and one
+    for what the system does.
+
+    Batches go through shared memory, of which containers may have little (Docker: 64 MB). None where there is no such
+    folder: these systems start workers as new processes, each of which imports everything again.
+    """
+    if not shared_memory.is_dir():
+        return 0
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = len(os.sched_getaffinity(0)) // processes - 2
+    room = shutil.disk_usage(shared_memory).free // (processes * BYTES_OF_WORKER)
+    return max(min(cores, room), 0)
 
 
 def launched_processes() -> int:

@@ -2,6 +2,7 @@
 
 import io
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from training.common.arguments import DataArguments
 from training.common.messages import abbreviate
 from training.common.tasks import Task
 from training.data.arrows import Arrows
+from training.data.decoded import DecodedFile, decode_once, place_of
 from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction, task_sources
 from training.data.tables import (
     infer_column,
@@ -44,7 +46,8 @@ ARROWS_CONFIGURATIONS = ("squares", RECTANGLES)
 @dataclass
 class DecodedImages:
     """
-    Images of a `datasets.Dataset`. All are decoded in advance if they fit into memory, else on each access.
+    Images of a `datasets.Dataset`. If they fit into memory, all are decoded in advance, once on a machine, else on each
+    access.
 
     Args:
         table: the data set, with its image column cast to undecoded `datasets.Image`.
@@ -61,7 +64,7 @@ class DecodedImages:
     labels: np.ndarray
     num_channels: int
     cache_bytes: float
-    cache: dict[int, np.ndarray] = field(default_factory=dict)
+    cache: DecodedFile | dict[int, np.ndarray] = field(default_factory=dict)
     # Files or rows with several pages or frames, of which the first is read.
     several: dict[str, int] = field(default_factory=dict)
 
@@ -84,12 +87,21 @@ class DecodedImages:
             self._read_headers()
             self._report_pages(description)
             return
+        try:
+            place = place_of(self.table, self.image_column, self.num_channels)
+            self.cache = decode_once(place, self._decode_all(description), self.several)
+            self.several = self.cache.remarks
+        except OSError:
+            # Nothing can be written there, or the images are somewhere else.
+            self.cache = dict(enumerate(self._decode_all(description)))
+        self._report_pages(description)
+
+    def _decode_all(self, description: str) -> Iterator[np.ndarray]:
         with tqdm(total=len(self), desc=f"Decoding {description}", unit="img", leave=False, disable=None) as progress:
             for start in range(0, len(self), 256):
                 for row, encoded in enumerate(self.table[start : start + 256][self.image_column], start):
-                    self.cache[row] = self.decode(encoded, row)
+                    yield self.decode(encoded, row)
                     progress.update()
-        self._report_pages(description)
 
     def _report_pages(self, description: str) -> None:
         if self.several:

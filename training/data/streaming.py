@@ -70,6 +70,8 @@ class StreamedImages(IterableDataset):
     ):
         shuffled = stream.table.shuffle(seed=augment.seed, buffer_size=SHUFFLE_BUFFER)
         self.table = split_dataset_by_node(shuffled, args.process_index, args.world_size)
+        if args.chooses_workers:
+            args.dataloader_num_workers = min(args.dataloader_num_workers, self.table.num_shards)
         if args.dataloader_num_workers > self.table.num_shards:
             raise InputError(
                 f"--dataloader_num_workers {args.dataloader_num_workers}: each process reads {self.table.num_shards} "

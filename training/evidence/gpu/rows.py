@@ -26,9 +26,10 @@ INTERVALS = 5
 LIERE = (("absolute", None), ("axial_rope", None), ("rope_mixed", None), ("liere", 8), ("liere", 64))
 FOUR = (("absolute", None), ("rope_mixed", None), ("liere", 8), ("comrope_ld", 8))
 SHUFFLED = {"evaluation_shuffle": "patches"}
-# With --scale: two layers whose heads still have 64 channels, in small batches.
-SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+# With --scale: two layers of one head, which still has 64 channels, in small batches.
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 128}
 SMALL_BATCH = 64
+FEWEST_EVALUATED = 20
 Line = dict[str, Any]
 
 
@@ -103,7 +104,7 @@ class Row(NamedTuple):
             settings = {**settings, **SMALL}
             images, evaluated = (800_000, 2_000) if self.draws_arrows else (50_000, 10_000)
             chosen |= {"max_train_samples": math.ceil(images * scale), "total_train_batch_size": SMALL_BATCH}
-            chosen |= {"max_eval_samples": math.ceil(evaluated * scale)}
+            chosen |= {"max_eval_samples": max(math.ceil(evaluated * scale), FEWEST_EVALUATED)}
             chosen |= {"num_train_epochs": math.ceil(self.table.epochs * scale), "eval_steps": max(shown, 0.25)}
         words = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
         return Run(sweep, settings, [*words, *([] if self.draws_arrows else data), *passed], folder)

@@ -63,6 +63,7 @@ class LanguagePatchArguments(PatchArguments):
 @dataclass
 class LanguageTrainingArguments(RunArguments):
     per_device_eval_batch_size: int = flag(8, "Blocks per process in an evaluation.")
+    dataloader_num_workers: int = flag(0, "Processes that read batches; texts are in memory, as numbers.")
 
     def __post_init__(self):
         super().__post_init__()
