@@ -18,7 +18,7 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard hf_liere/kernels/*.cpp hf_liere
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: check-wheel demo dist docs evidence extras gpu kernels-folder lint test test-all test-slow test-oldest test-newest wheels release-check space format clean
+.PHONY: check-wheel datasets demo dist docs evidence extras gpu kernels-folder lint test test-all test-slow test-oldest test-newest wheels release-check space format clean
 
 demo: $(DEMO)
 	$(BIN)/python training/demo.py
@@ -31,6 +31,11 @@ docs: $(READY)
 # With ON=python3 that Python runs it with the libraries that it has: nothing is installed, and no network is needed.
 gpu: $(if $(ON),,$(READY))
 	$(or $(ON),$(BIN)/python) training/evidence/gpu_check.py --minutes 10
+
+# Arrows, pointers and poses with fixed splits. Uploading them is their owner's act.
+datasets: $(READY)
+	rm -rf outputs/datasets
+	$(BIN)/python training/evidence/write_datasets.py outputs/datasets
 
 # A Space with the page of training/app.py, started as it would be there. CHECKPOINTS are folders or names on the Hub; without
 # them it has the stored models and, if it was run, those of `make demo`.

@@ -13,7 +13,7 @@ from hf_liere.registers import Register, closest
 Kind = TypeVar("Kind", bound=type["Task"])
 TASKS = Register("dataset_name")
 # Of most tasks, for training and evaluation.
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation", "test")
 
 
 class Task:

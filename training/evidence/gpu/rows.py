@@ -25,6 +25,7 @@ MEASURED_STEPS = 50
 INTERVALS = 5
 LIERE = (("absolute", None), ("axial_rope", None), ("rope_mixed", None), ("liere", 8), ("liere", 64))
 FOUR = (("absolute", None), ("rope_mixed", None), ("liere", 8), ("comrope_ld", 8))
+OTHERS = (("axial_rope", None), ("liere", 64))
 SHUFFLED = {"evaluation_shuffle": "patches"}
 # With --scale: two layers of one head, which still has 64 channels, in small batches.
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 128}
@@ -70,6 +71,8 @@ TABLES = {
         *(({"image_size": 276},), 1, 0.25),
     ),
     "tiny": Table("Table 6, ViT-Tiny", "model_size", {"hidden_size": 384}, FOUR, SIZES, **CIFAR),
+    "base_others": Table("Tables 1, 5, 9", "encodings", {"seed": 0}, OTHERS, SIZES, **CIFAR),
+    "tiny_others": Table("Table 6, ViT-Tiny", "model_size", {"hidden_size": 384}, OTHERS, SIZES, **CIFAR),
 }
 
 
