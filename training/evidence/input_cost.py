@@ -18,17 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch.utils.data import Dataset
 
-from training import image_classification
+from training.common.arguments import AugmentationArguments, ImageDataArguments, ModelArguments, RunArguments
 from training.common.command_line import parse_arguments
-from training.data.augmentation import Collator, TrainingImages
+from training.data.augmentation import Augmentation, Collator, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest
-from training.engine.classification import ClassifierArguments
 from training.engine.model_setup import resolve_config, resolve_image_size, resolve_processor
 from training.evidence.reporting.markdown import markdown
 from training.evidence.reporting.sweeps import TRAINING
 
 
+ARGUMENT_CLASSES = (ModelArguments, ImageDataArguments, AugmentationArguments, RunArguments)
 BATCH, BATCHES = 512, 5
 
 
@@ -62,24 +62,14 @@ def cost(flags: list[str]) -> list[str]:
 def input_of(flags: list[str]) -> tuple[Dataset, Callable]:
     """The training images of a recipe, and its collator."""
     recipe, *rest = flags
-    words = [
-        str(TRAINING / "recipes" / recipe),
-        *rest,
-        "--output_dir",
-        "unused",
-        "--bf16",
-        "false",
-        "--use_cpu",
-        "true",
-    ]
-    *parsed, _, run = parse_arguments(words, image_classification.ARGUMENT_CLASSES)
-    arguments = ClassifierArguments(*parsed, run)
-    config = resolve_config(arguments.model)
-    size = resolve_image_size(arguments.model, config)
-    processor = resolve_processor(arguments.model, arguments.data, size, config)
-    source = load_images(arguments.data, DataRequest(size, len(processor.image_mean), ("training",)))
-    images = TrainingImages(source.train, arguments.augment(size, int(processor.resample)))
-    return images, Collator(size, 3, processor.image_mean, processor.image_std, arguments.augmentation, 0)
+    words = [str(TRAINING / "recipes" / recipe), *rest, *"--output_dir unused --bf16 false --use_cpu true".split()]
+    model, data, augmentation, run = parse_arguments(words, ARGUMENT_CLASSES)
+    config = resolve_config(model)
+    size = resolve_image_size(model, config)
+    processor = resolve_processor(model, data, size, config)
+    source = load_images(data, DataRequest(size, len(processor.image_mean), ("training",))).train
+    images = TrainingImages(source, Augmentation(size, int(processor.resample), augmentation, run.order_seed))
+    return images, Collator(size, 3, processor.image_mean, processor.image_std, augmentation, run.order_seed)
 
 
 if __name__ == "__main__":
