@@ -1,6 +1,7 @@
 """Recipes and flags of the scripts: what overrides what, the types of values, and how mistakes are told."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from checkout import ROOT
 from huggingface_hub.dataclasses import type_validator
 from training_helpers import main
 
+from training.common import arguments
 from training.common.arguments import (
     AugmentationArguments,
     DataArguments,
@@ -154,3 +156,17 @@ def test_flags_without_what_they_need(monkeypatch):
         parse("--report_to", "wandb", "--do_eval")
     with pytest.raises(InputError, match="--report_to wandbb is unknown"):
         parse("--report_to", "wandbb", "--do_eval")
+
+
+def test_accelerators_get_workers_as_cores_and_shared_memory_allow(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.setattr(arguments, "BYTES_OF_WORKER", 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert arguments.default_workers(tmp_path) == 14 and arguments.default_workers(tmp_path / "absent") == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert arguments.default_workers(tmp_path) == 2
+    monkeypatch.setattr(arguments, "BYTES_OF_WORKER", 2**62)
+    assert arguments.default_workers(tmp_path) == 0
+    for given, expected in ((None, 0), (3, 3)):
+        run = RunArguments(output_dir="unused", use_cpu=True, do_eval=True, dataloader_num_workers=given)
+        assert run.dataloader_num_workers == expected and not run.dataloader_persistent_workers

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import torch
 from checkout import ROOT
+from transformers import EvalPrediction
 
 from training.engine.trainer import (
+    ClassificationMetrics,
     area_under_curve,
     average_views,
     balanced_accuracy,
@@ -55,6 +57,19 @@ def test_ranks_follow_argmax_in_ties():
     assert ((result[:, 0] == 0) == (logits.argmax(1) == labels)).all()
     expected = torch.log(logits.double().exp().sum(1)) - logits.double().gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(result[:, 1].double(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_logits_are_kept_and_change_no_metric(num_classes):
+    logits = torch.randn(50, num_classes, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.arange(50) % num_classes
+    found = []
+    for with_logits in (False, True):
+        metrics, reduced = ClassificationMetrics(num_classes), ranks_and_losses(logits, labels, with_logits)
+        found.append(metrics(EvalPrediction(reduced.numpy(), labels.numpy())))
+        assert ("logits" in metrics.examples) == with_logits
+    assert found[0] == found[1] and ("auc" in found[0]) == (num_classes == 2)
+    assert np.array_equal(metrics.examples["logits"], logits.half().numpy())
 
 
 def test_mean_of_views_is_the_log_of_mean_probabilities():
