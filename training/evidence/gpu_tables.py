@@ -120,7 +120,7 @@ class Tables:
         try:
             self.records = Records(self.path, about, self.path.exists())
         except BenchmarkError as error:
-            raise InputError(str(error)) from error
+            raise InputError(str(error).replace("--resume: ", "").replace("--output", "--output_dir")) from error
 
     def found(self, kind: str) -> dict[str, dict]:
         """The last line of this kind of every row."""
