@@ -140,7 +140,7 @@ def measure(run: Run, folder: Path, steps: int) -> Line:
     every = max(steps // INTERVALS, 1)
     flags = [*run.flags, "--max_steps", str(steps), "--logging_steps", str(every), "--output_dir", str(folder)]
     begin = time.perf_counter()
-    run.module.main([*flags, "--eval_strategy", "no", "--save_strategy", "no"])
+    run.call([*flags, "--eval_strategy", "no", "--save_strategy", "no"])
     seconds = time.perf_counter() - begin
     about, results, state = (read_json(folder / name) for name in (CONFIG_FILE, RESULTS_FILE, STATE_FILE))
     training, evaluation = about["training"], results["eval_runtime"]

@@ -1,5 +1,6 @@
 """Sweeps: reading their files, making their runs, and collecting results."""
 
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -235,7 +236,7 @@ class Run:
         folder, flags = self._folder({}), self.flags
         go_on = _remaining_flags(folder, flags)
         if go_on is not None:
-            self.module.main([*flags, "--output_dir", str(folder), *go_on])
+            self.call([*flags, "--output_dir", str(folder), *go_on])
         if (_model_folder(folder) / RESOLUTIONS_FILE).is_file():
             return
         for condition in filter(None, self.conditions):
@@ -244,7 +245,12 @@ class Run:
             evaluation = [*flags, *changed, "--output_dir", str(place)]
             go_on = _remaining_flags(place, evaluation)
             if go_on is not None:
-                self.module.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
+                self.call([*evaluation, "--model_name_or_path", str(folder), *go_on])
+
+    def call(self, flags: list[str]) -> None:
+        """Calls the script, and ends what it leaves in cycles: data loader workers, and tensors of a device."""
+        self.module.main(flags)
+        gc.collect()
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """
