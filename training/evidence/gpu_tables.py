@@ -23,6 +23,7 @@ again. When the minutes are over, the row in training saves a checkpoint and sto
 """
 
 import argparse
+import gc
 import math
 import shutil
 import signal
@@ -183,8 +184,8 @@ class Tables:
         except (RuntimeError, FloatingPointError) as error:
             done = {"failed": describe_error(error)}
             print(f"{row.name}: {done['failed']}", flush=True)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        # A row that failed, for want of memory perhaps, leaves nothing to the next.
+        gc.collect()
         self.records.add(row=row.name, **done, seconds=round(time.time() - begin, 1))
 
     def keep(self) -> None:
