@@ -5,6 +5,9 @@ A sample is a residue and its `NEIGHBOURS` nearest residues in space, by the dis
 which token the residue is, and the distance of each token from it: neither the kind of a residue nor the order of the
 chain. The pose of a residue is the frame of its atoms N, CA and C; its label is that of the file.
 
+With `crop`, every residue of a sample is asked at once, and features are all equal: a sample for training is a residue
+with its nearest ones, one of the evaluation a whole chain. No single token has a frame to write all others in.
+
 Files are those of MDAnalysisTests, in `data/dssp` of its source distribution: 50 chains of the Protein Data Bank with
 6,860 residues, `NAME.gz` with the atoms and `NAME.dssp` with one letter for each residue. The package is under the LGPL
 3 or later, and structures of the Protein Data Bank are in the public domain. Of the chains in the order of their names,
@@ -16,10 +19,12 @@ import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hf_liere.errors import InputError
+from training.common.arguments import flag
 from training.common.tasks import SPLITS, register_task
 from training.evidence.data.drawing import StructuresTask
 from training.evidence.data.frames import frames_of, turned_columns
@@ -49,28 +54,52 @@ class Chain:
     labels: str
 
 
-def protein_columns(folder: str, split: str, limit: int | None, largest_angle: float) -> dict[str, np.ndarray]:
+def protein_columns(
+    folder: str, split: str, limit: int | None, largest_angle: float, crop: int | None = None
+) -> dict[str, Any]:
     """
     Args:
         limit: the number of samples; by default all residues once. For training, residues are drawn at random.
         largest_angle: of the random rotation of each sample from the frame of its file, in degrees.
+        crop: residues of a sample for training that are all asked; those of the evaluation are then whole chains.
 
     Returns:
         Columns of N = 12 tokens, the residue first: `features` (samples, N, 2) and `labels` (samples,), the names of
-        classes; those of [`turned_columns`].
+        classes; those of [`turned_columns`]. With `crop`, `features` (samples, N, 1) of ones and `labels` (samples, N);
+        of whole chains, lists of samples with their own N.
     """
+    seed, chains = SPLITS.index(split), split_chains(read_chains(folder), split)
+    if crop is not None and split != "train":
+        whole = [[part[:1] for part in neighbourhoods(chain, len(chain.labels))] for chain in chains[:limit]]
+        rng = np.random.default_rng((seed, 1))
+        columns = [dense_columns(*sample, largest_angle, rng) for sample in whole]
+        return {name: [column[name][0] for column in columns] for name in columns[0]}
+    size = NEIGHBOURS + 1 if crop is None else crop
+    if size > (longest := min(len(chain.labels) for chain in chains)):
+        raise InputError(f"--crop {crop}; accepted: up to {longest}, the residues of the shortest chain.")
     rotations, translations, classes = (
-        np.concatenate(parts) for parts in zip(*map(neighbourhoods, split_chains(read_chains(folder), split)))
+        np.concatenate(parts) for parts in zip(*(neighbourhoods(chain, size) for chain in chains))
     )
-    residues, count, seed = len(classes), limit or len(classes), SPLITS.index(split)
+    residues, count = len(classes), limit or len(classes)
     chosen = np.random.default_rng((seed, 0)).integers(residues, size=count)
     if split != "train":
         chosen = np.arange(min(count, residues))
-    rotations, translations = rotations[chosen], translations[chosen]
+    rotations, translations, classes = rotations[chosen], translations[chosen], classes[chosen]
+    if crop is not None:
+        return dense_columns(rotations, translations, classes, largest_angle, np.random.default_rng((seed, 1)))
     features = np.zeros((*translations.shape[:2], 2), np.float32)
     features[:, 0, 0], features[..., 1] = 1, np.linalg.norm(translations, axis=-1)
     turned = turned_columns(rotations, translations, largest_angle, np.random.default_rng((seed, 1)))
-    return {"features": features, **turned, "labels": classes[chosen]}
+    return {"features": features, **turned, "labels": classes[:, 0]}
+
+
+def dense_columns(
+    rotations: np.ndarray, translations: np.ndarray, classes: np.ndarray, largest_angle: float, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Samples of which every token is asked, about the mean of their places."""
+    centred = translations - translations.mean(axis=1, keepdims=True)  # (samples, N, 3)
+    features = np.ones((*classes.shape, 1), np.float32)  # (samples, N, 1)
+    return {"features": features, **turned_columns(rotations, centred, largest_angle, rng), "labels": classes}
 
 
 @register_task
@@ -78,7 +107,19 @@ def protein_columns(folder: str, split: str, limit: int | None, largest_angle: f
 class Proteins(StructuresTask):
     name = "proteins"
     sizes = {"training": TRAINING_SAMPLES, "evaluation": None}
-    read = staticmethod(protein_columns)
+    crop: int | None = flag(
+        None,
+        "Ask every residue of a sample of `proteins` at once: of so many for training, a residue and those nearest to "
+        "it, and of whole chains for the evaluation.",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.crop is not None and self.crop < 1:
+            raise InputError(f"--crop {self.crop}; accepted: 1 or more.")
+
+    def read(self, path: str, split: str, count: int | None, largest_angle: float) -> dict[str, Any]:
+        return protein_columns(path, split, count, largest_angle, self.crop)
 
 
 def split_chains(chains: list[Chain], split: str) -> list[Chain]:
@@ -86,14 +127,17 @@ def split_chains(chains: list[Chain], split: str) -> list[Chain]:
     return evaluated if split != "train" else [chain for chain in chains if chain not in evaluated]
 
 
-def neighbourhoods(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rotations (residues, N, 3, 3), translations (residues, N, 3) from the residue, and labels (residues,)."""
+def neighbourhoods(chain: Chain, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """
+    Of every residue and those nearest to it, N = `size`: rotations (residues, N, 3, 3), translations (residues, N, 3)
+    from the residue, and labels (residues, N).
+    """
     nitrogens, alphas, carbons = chain.backbone.swapaxes(0, 1)
     rotations = frames_of(alphas, carbons, nitrogens)
     away = alphas - alphas[:, None]  # (residues, residues, 3)
-    nearest = np.linalg.norm(away, axis=-1).argsort(axis=1, kind="stable")[:, : NEIGHBOURS + 1]
+    nearest = np.linalg.norm(away, axis=-1).argsort(axis=1, kind="stable")[:, :size]
     translations = np.take_along_axis(away, nearest[..., None], axis=1) / UNIT
-    return rotations[nearest], translations, np.array([LABELS[letter] for letter in chain.labels])
+    return rotations[nearest], translations, np.array([LABELS[letter] for letter in chain.labels])[nearest]
 
 
 @lru_cache(maxsize=1)

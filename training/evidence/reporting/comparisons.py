@@ -262,7 +262,8 @@ def pair(given: dict[str, dict[str, Any]], against: dict[str, Any], ignored: set
 
 def _with_coordinates(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings with the coordinates that an encoding has unless they are stated."""
-    traits = ENCODINGS.get(settings.get("position_encoding"))
+    encoding = settings.get("position_encoding")
+    traits = ENCODINGS.get(encoding) if isinstance(encoding, str) else None
     stated = settings if settings.get("coordinates") else {**settings, "coordinates": traits and traits.coordinates}
     return {key: value for key, value in stated.items() if key != "coordinates" or value is not None}
 

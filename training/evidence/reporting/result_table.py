@@ -258,6 +258,8 @@ def method(settings: dict[str, Any], script: str = "image_classification", shown
     if encoding is None:
         rest |= {} if block is None else {"block_size": block}
         return ", ".join(_named(rest)) or "the recipe"
+    if isinstance(encoding, list):
+        return ", ".join([" + ".join(ENCODINGS[name].title for name, _ in encoding), *_named(rest)])
     name = {
         "none": {"clip_finetuning": "Absolute", "language_modeling": "RoPE as it was"}.get(script, "no positions"),
         "absolute": "Absolute",
