@@ -71,7 +71,8 @@ def test_sweeps_name_models_that_exist(path, mini, tmp_path):
             continue
         model_args = parse_arguments(run.flags, classes)[0]
         config = model_args.config_class(**model_args.architecture())
-        assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
+        encoding = settings.get("position_encoding", config.position_encoding)
+        assert config.position_encoding == ("shares" if isinstance(encoding, list) else encoding)
         seen = set()
         for condition in run.conditions:
             # Each value once, not each combination with others.

@@ -37,6 +37,10 @@ def test_models_that_differ_in_coordinates_only_have_rows_of_their_own():
             {"position_encoding": "absolute", "rotate_prefix": False, "train_fraction": 0.2},
             "Absolute, train_fraction 0.2",
         ),
+        (
+            {"position_encoding": [["liere", {"block_size": 3}], ["rope_mixed", {}]], "rotate_values": True},
+            "LieRE + RoPE-Mixed, rotate_values",
+        ),
         ({"seed": 1}, "the recipe"),
     ],
 )

@@ -4,7 +4,6 @@ import gzip
 import json
 import sys
 
-import networkx
 import numpy as np
 import pytest
 import torch
@@ -18,44 +17,9 @@ from hf_liere.errors import InputError
 from training import token_classification
 from training.common.tasks import with_task
 from training.data.tokens import TokenDataArguments, load_tokens
-from training.evidence import carbon_centres, e3nn_peer, evaluate_sweep
-from training.evidence.data import frames, handedness, molecules, proteins
+from training.evidence import e3nn_peer, evaluate_sweep
+from training.evidence.data import frames, handedness, proteins
 from training.evidence.reporting.result_lines import read_results
-
-
-# Ideal coordinates of L-alanine, whose CA atom is S, from the Chemical Component Dictionary.
-ALANINE = {
-    "N": (7, (-0.966, 0.493, 1.5)),
-    "CA": (6, (0.257, 0.418, 0.692)),
-    "C": (6, (-0.094, 0.017, -0.716)),
-    "O": (8, (-1.056, -0.682, -0.923)),
-    "CB": (6, (1.204, -0.62, 1.296)),
-    "OXT": (8, (0.661, 0.439, -1.742)),
-    "H": (1, (-1.383, -0.425, 1.482)),
-    "H2": (1, (-0.676, 0.661, 2.452)),
-    "HA": (1, (0.746, 1.392, 0.682)),
-    "HB1": (1, (1.459, -0.33, 2.316)),
-    "HB2": (1, (0.715, -1.594, 1.307)),
-    "HB3": (1, (2.113, -0.676, 0.697)),
-    "HXT": (1, (0.435, 0.182, -2.647)),
-}
-BONDS = "N-CA N-H N-H2 CA-C CA-CB CA-HA C=O C-OXT CB-HB1 CB-HB2 CB-HB3 OXT-HXT".split()
-
-
-def alanines():
-    """L-alanine and its mirror image as one table of molecules."""
-    names, (numbers, places) = [*ALANINE], map(np.array, zip(*ALANINE.values()))
-    pairs = [(bond.replace("=", "-").split("-"), 2 if "=" in bond else 1) for bond in BONDS]
-    bonds = np.array([[names.index(name) for name in ends] for ends, _ in pairs])
-    letters = np.where(np.array(names) == "CA", "S", "N")
-    return molecules.Molecules(
-        members=np.repeat([0, 1], len(names)),
-        numbers=np.tile(numbers, 2),
-        places=np.concatenate([places, places * [-1, 1, 1]]),
-        handedness=np.concatenate([letters, np.where(letters == "S", "R", "N")]),
-        bonds=np.concatenate([bonds, bonds + len(names)]),
-        orders=np.tile([order for _, order in pairs], 2),
-    )
 
 
 def relative(columns):
@@ -79,14 +43,23 @@ def test_frames_are_right_handed_and_turn_with_their_points():
     np.testing.assert_allclose(frames.frames_of(*(points @ turn.T + 3)), turn @ made, atol=1e-12)
 
 
-@pytest.fixture(params=["proteins", "handedness"])
+@pytest.fixture(params=["proteins", "every residue", "handedness"])
 def task(request, tmp_path):
     """The columns of a task as a function of split, limit and angle."""
     if request.param == "proteins":
         write_chains(tmp_path / "chains")
         return lambda *given: proteins.protein_columns(str(tmp_path / "chains"), *given)
+    if request.param == "every residue":
+        return lambda *given: dense_columns(tmp_path / "chains", *given)
     write_centres(tmp_path / "centres.npz")
     return lambda *given: handedness.handedness_columns(str(tmp_path / "centres.npz"), *given)
+
+
+def dense_columns(folder, *given):
+    """Whole chains of the files are equally long."""
+    write_chains(folder)
+    columns = proteins.protein_columns(str(folder), *given, crop=8)
+    return {name: np.stack(values) for name, values in columns.items()}
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -144,65 +117,25 @@ def test_neighbourhoods_of_residues_against_the_written_chains(tmp_path):
             assert abs((matrix.T @ (nitrogen - alpha))[2]) < 1e-5 < (matrix.T @ (nitrogen - alpha))[1]
 
 
-def test_alanine_is_s_and_its_mirror_image_r():
-    centres, agrees = molecules.find_centres(alanines())
-    assert agrees.all() and centres.is_r.tolist() == [False, True]
-    assert centres.numbers.tolist() == [[7, 6, 6, 1]] * 2
-    # Of C: O by a double bond counts twice. Its further atoms are O and OXT, in Å from CA.
-    assert centres.spheres[0].tolist() == [
-        *([6, 1, 1, 0, 0, 0, 0, 0], [8, 8, 8, 6, 0, 0, 0, 0], [6, 1, 1, 1, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0, 0]),
-    ]
-    origin = np.array(ALANINE["CA"][1])
-    np.testing.assert_allclose(centres.further[0, 1, :2], np.array([ALANINE[k][1] for k in ("O", "OXT")]) - origin)
-    assert np.isnan(centres.further[0, 1, 2]).all() and np.isnan(centres.further[0, 3]).all()
-    wrong = alanines()
-    wrong.handedness[wrong.handedness == "S"] = "R"
-    assert molecules.find_centres(wrong)[1].tolist() == [False, True]
-
-
-def test_atoms_with_equal_neighbours_or_unknown_places_are_no_centres():
-    unknown, equal = alanines(), alanines()
-    unknown.places[[*ALANINE].index("HA")] = np.nan
-    # Hydrogen in the place of CB, beside HA.
-    equal.numbers[[*ALANINE].index("CB")] = 1
-    equal.bonds[8:11] = equal.bonds[7]
-    for given in (unknown, equal):
-        assert molecules.find_centres(given)[0].is_r.tolist() == [True]
-
-
-def test_scaffolds_are_those_of_networkx():
-    """Equal keys for equal rings and links, with their elements; in any order of the atoms, without side chains."""
-    rng = np.random.default_rng(0)
-    graphs = []
-    for _ in range(60):
-        graph = networkx.cycle_graph(int(rng.integers(3, 6)))
-        if rng.random() < 0.5:
-            graph = networkx.disjoint_union(graph, networkx.cycle_graph(3))
-            graph.add_edge(0, len(graph) - 1)
-        networkx.set_node_attributes(graph, {node: int(rng.choice([6, 7], p=[0.9, 0.1])) for node in graph}, "number")
-        for _ in range(int(rng.integers(4))):
-            node = len(graph)
-            graph.add_edge(int(rng.integers(node)), node)
-            graph.nodes[node]["number"] = int(rng.choice([1, 6, 8]))
-        order = rng.permutation(len(graph)).tolist()
-        graphs.append(networkx.relabel_nodes(graph, dict(zip(graph, order))))
-    graphs.append(networkx.path_graph(4))
-    networkx.set_node_attributes(graphs[-1], 6, "number")
-    starts = np.cumsum([0, *map(len, graphs)])
-    numbers = np.concatenate([[graph.nodes[node]["number"] for node in range(len(graph))] for graph in graphs])
-    bonds = np.concatenate([np.array(graph.edges) + start for graph, start in zip(graphs, starts)])
-    empty = np.zeros((len(numbers), 3))
-    members = np.repeat(np.arange(len(graphs)), [len(graph) for graph in graphs])
-    given = molecules.Molecules(members, numbers, empty, np.full(len(numbers), "N"), bonds, np.ones(len(bonds), int))
-    keys = molecules.scaffolds(given, molecules._bonded(given)[0])
-    cores = [
-        networkx.k_core(graph.subgraph([node for node, kind in graph.nodes(data="number") if kind > 1]), 2)
-        for graph in graphs
-    ]
-    same = networkx.isomorphism.categorical_node_match("number", 0)
-    expected = [[networkx.is_isomorphic(one, other, node_match=same) for other in cores] for one in cores]
-    np.testing.assert_array_equal(keys[:, None] == keys, expected)
-    assert keys[-1] == 0 and 5 < len(set(keys)) < 50
+@pytest.mark.parametrize("split, chains, size", [("train", "0123", 8), ("validation", "4", RESIDUES)])
+def test_samples_of_which_every_residue_is_asked(split, chains, size, tmp_path):
+    """Around any residue of a chain in training, and whole chains in the evaluation, about their mean."""
+    written, around = write_chains(tmp_path / "chains"), {}
+    for name in chains:
+        places, letters = written[name][0][:, 1], np.array([*written[name][1]])
+        for residue in range(RESIDUES):
+            nearest = np.linalg.norm(places - places[residue], axis=1).argsort(kind="stable")[:size]
+            key = tuple(places[nearest[0]] - places[nearest].mean(axis=0))
+            around[key] = places[nearest] - places[nearest].mean(axis=0), letters[nearest]
+    columns = dense_columns(tmp_path / "chains", split, None if split != "train" else 60, 0)
+    assert len(columns["labels"]) == (60 if split == "train" else 1) and (columns["features"] == 1).all()
+    found = set()
+    for translations, labels in zip(10 * columns["translations"], columns["labels"]):
+        first = min(around, key=lambda key: np.linalg.norm(translations[0] - key))
+        found.add(first)
+        np.testing.assert_allclose(translations, around[first][0], atol=1e-5)
+        assert labels.tolist() == [proteins.LABELS[letter] for letter in around[first][1]]
+    assert len(found) > 30 or split != "train"
 
 
 def test_hands_of_centres_and_of_their_mirror_images(tmp_path):
@@ -244,15 +177,21 @@ def test_atoms_on_a_line_with_the_centre_do_not_lie_beside(tmp_path):
 SMALL = ["--max_train_samples", "128", "--max_eval_samples", "24", "--use_cpu", "true", "--disable_tqdm", "true"]
 
 
-@pytest.mark.parametrize("name", ["proteins", pytest.param("handedness", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["proteins", *(pytest.param(name, marks=pytest.mark.slow) for name in ("every residue", "handedness"))]
+)
 def test_answers_depend_on_frames_only_with_commuting_rotations(name, tmp_path):
     """A run of the recipe, evaluated in random frames and in those of the file."""
     write_chains(tmp_path / "proteins")
     write_centres(tmp_path / "handedness.npz")
+    near = ["--position_columns", "translations", "--position_scale", "2.63", "--distance_axes", "[0, 1, 2]"]
+    crop = name == "every residue"
+    name = "proteins" if crop else name
     structures = {"proteins": tmp_path / "proteins", "handedness": tmp_path / "handedness.npz"}[name]
     recipe = str(ROOT / "training" / "evidence" / "recipes" / f"{name}_mini.yaml")
     given, changes = [recipe, "--structures", str(structures), *SMALL], {}
-    poses = ["--position_encoding", "none", "--rotate_values", "false", "--pose_columns", "poses"]
+    given += ["--crop", "8"] if crop else []
+    poses = ["--position_encoding", "none", "--rotate_values", "false", "--pose_columns", "poses", *(near * crop)]
     mixed = ["--position_encoding", "rope_mixed"]
     for model, flags in {"so3": [], "poses": poses, "rope_mixed": mixed}.items():
         if flags:
@@ -307,6 +246,10 @@ def test_structures_that_are_missing(tmp_path):
 
     with pytest.raises(InputError, match="--dataset_name proteins reads --structures, which is missing"):
         load("proteins")
+    write_chains(tmp_path / "chains")
+    for crop, accepted in ((21, "up to 20"), (0, "1 or more")):
+        with pytest.raises(InputError, match=f"--crop {crop}; accepted: {accepted}"):
+            load("proteins", structures=str(tmp_path / "chains"), crop=crop)
     with pytest.raises(InputError, match="contains 0 files NAME.dssp; accepted: a folder with at least 5"):
         load("proteins", structures=str(tmp_path))
     with pytest.raises(InputError, match="is not a file; accepted: one of evidence/carbon_centres.py"):
@@ -316,50 +259,6 @@ def test_structures_that_are_missing(tmp_path):
     for name in ("other.npz", "none.npz"):
         with pytest.raises(InputError, match="cannot be read: .*; accepted: a file of evidence/carbon_centres.py"):
             load("handedness", structures=str(tmp_path / name))
-
-
-def test_molecules_of_a_file_of_biotite(tmp_path, capsys):
-    """Alanine as BinaryCIF, and a molecule with an element that is not read."""
-    pdbx = pytest.importorskip("biotite.structure.io.pdbx", reason="biotite is not installed")
-    symbols = {1: "H", 6: "C", 7: "N", 8: "O"}
-    names = [*ALANINE, "ZN"]
-    places = np.array([*(place for _, place in ALANINE.values()), (0, 0, 0)])
-    block = {
-        "chem_comp_atom": {
-            "comp_id": ["ALA"] * len(ALANINE) + ["ZN"],
-            "atom_id": names,
-            "type_symbol": [*(symbols[number] for number, _ in ALANINE.values()), "ZN"],
-            "pdbx_stereo_config": ["S" if name == "CA" else "N" for name in names],
-        }
-        | {f"pdbx_model_Cartn_{axis}_ideal": column for axis, column in zip("xyz", places.T)},
-        "chem_comp_bond": {
-            "comp_id": ["ALA"] * len(BONDS),
-            "atom_id_1": [bond.replace("=", "-").split("-")[0] for bond in BONDS],
-            "atom_id_2": [bond.replace("=", "-").split("-")[1] for bond in BONDS],
-            "value_order": ["DOUB" if "=" in bond else "SING" for bond in BONDS],
-        },
-    }
-    file = pdbx.BinaryCIFFile()
-    file["components"] = pdbx.BinaryCIFBlock(
-        {name: pdbx.BinaryCIFCategory({key: np.array(v) for key, v in rows.items()}) for name, rows in block.items()}
-    )
-    file.write(str(tmp_path / "components.bcif"))
-    carbon_centres.main([str(tmp_path / "new" / "a.npz"), "--components", str(tmp_path / "components.bcif")])
-    assert "in 1 centres, and agrees in 1." in capsys.readouterr().out
-    expected = molecules.find_centres(alanines())[0]
-    for name, values in vars(handedness.read_centres(str(tmp_path / "new" / "a.npz"))).items():
-        np.testing.assert_array_equal(values, getattr(expected, name)[:1], err_msg=name)
-    (tmp_path / "bad.bcif").write_text("no file")
-    with pytest.raises(InputError, match="bad.bcif cannot be read: .*; accepted: chemical components as BinaryCIF"):
-        carbon_centres.read_molecules(tmp_path / "bad.bcif")
-
-
-def test_carbon_centres_without_biotite(monkeypatch, tmp_path):
-    with pytest.raises(InputError, match="a.txt: files of centres end with .npz"):
-        carbon_centres.main([str(tmp_path / "a.txt")])
-    monkeypatch.setitem(sys.modules, "biotite", None)
-    with pytest.raises(InputError, match="biotite.*; accepted: pip install biotite"):
-        carbon_centres.main([str(tmp_path / "a.npz")])
 
 
 def test_a_sweep_misses_packages_before_it_trains(monkeypatch, tmp_path):
