@@ -64,23 +64,32 @@ def choose_positions(tower: nn.Module, coordinates: torch.Tensor, states: torch.
     (…, N, A) coordinates of some states, or positions that `forward` got instead. In a model with a cache, tokens after
     the last position have the last one. Raises `ValueError` if they do not fit.
     """
-    encoding, given, (*batch, tokens, axes) = tower.rotary_encoding, PositionsPass.current(), coordinates.shape
-    if given is None and encoding.config.num_axes is None:
+    *batch, tokens, axes = coordinates.shape
+    given, num_axes = PositionsPass.current(), tower.rotary_patch.config.num_axes
+    samples, axes = states.shape[0] if states.ndim > 2 else 1, num_axes or axes
+    if given is None:
+        if num_axes is not None:
+            check_shape(tower, None, samples, tokens, axes)
         return coordinates
-    samples, axes = states.shape[0] if states.ndim > 2 else 1, encoding.config.num_axes or axes
-    positions = torch.empty(0) if given is None else given.positions.to(coordinates.device)
-    if given is not None and given.seen is not None and positions.ndim == 3:
+    positions = given.positions.to(coordinates.device)
+    if given.seen is not None and positions.ndim == 3:
         rows = torch.arange(tokens, device=positions.device) + given.seen
         positions = positions.index_select(1, rows.clamp(max=positions.shape[1] - 1))  # (1 or B, N, A)
-    if given is None or positions.shape not in ((1, tokens, axes), (samples, tokens, axes)):
-        raise ValueError(
-            f"{encoding.label} needs rotary_positions of shape (1, {tokens}, {axes}) or ({samples}, {tokens}, {axes}), "
-            f"(batch, tokens, axes), in every forward pass, and got {tuple(positions.shape)}."
-        )
+    check_shape(tower, positions, samples, tokens, axes)
     if given.tower not in (None, tower):
         raise ValueError("rotary_positions are for one part of a model, and several are patched; name its target.")
     given.tower = tower
     return positions[0].expand(*batch, -1, -1) if positions.shape[0] == 1 else positions
+
+
+def check_shape(tower: nn.Module, positions: torch.Tensor | None, samples: int, tokens: int, axes: int) -> None:
+    """Raise `ValueError` if there are no positions, or not those of so many tokens."""
+    shape = None if positions is None else tuple(positions.shape)
+    if shape not in ((1, tokens, axes), (samples, tokens, axes)):
+        raise ValueError(
+            f"{type(tower).__name__} needs rotary_positions of shape (1, {tokens}, {axes}) or ({samples}, {tokens}, "
+            f"{axes}), (batch, tokens, axes), in every forward pass, and got {shape}."
+        )
 
 
 def rotate_planes(cos: torch.Tensor, sin: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
+import reference
 import torch
 from checkout import ROOT
 from library_checks import find_starts, normal, randomize
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 
 from hf_liere import (
     FrequencySchedule,
@@ -31,10 +33,13 @@ from diffusion_cases import (  # noqa: E402
     BLOCKS,
     BY_NAME,
     CASES,
+    COMPOSED,
     OTHER_PARTS,
+    PANELS,
     PLANES,
     VARIANTS,
     ZEROS,
+    flux_in_panels,
     make_pipeline,
     run,
     sd3,
@@ -46,7 +51,8 @@ ROW = re.compile(r"^\| `(\w+Model)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MU
 ROWS = {name: rest for name, *rest in ROW.findall((ROOT / "docs" / "diffusion.md").read_text(encoding="utf-8"))}
 ROTATING = [case for case in CASES if case.rotates]
 PLAIN = [case for case in CASES if not case.rotates]
-FLUX, COGVIDEOX = BY_NAME["FluxTransformer2DModel"], BY_NAME["CogVideoXTransformer3DModel"]
+FLUX, FLUX2 = BY_NAME["FluxTransformer2DModel"], BY_NAME["Flux2Transformer2DModel"]
+COGVIDEOX = BY_NAME["CogVideoXTransformer3DModel"]
 CONFIGS = [(case, config) for case in CASES for config in ((PLANES, BLOCKS) if case.rotates else (ZEROS,))]
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 rotating = pytest.mark.parametrize("case", ROTATING, ids=lambda case: case.name)
@@ -88,6 +94,59 @@ def test_products_are_relative_along_the_first_axis():
         moved = {name: inputs[name] + shift for name in ("img_ids", "txt_ids")}
         changes.append((run(model, {**inputs, **moved}) - before).abs().max())
     assert changes[0] < 1e-5 < 1e-3 < changes[1]
+
+
+class Recorder(TorchFunctionMode):
+    """The first queries and keys, (B, H, N, D) in float64, with which attention is computed."""
+
+    first = None
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.scaled_dot_product_attention and self.first is None:
+            given = {**dict(zip(("query", "key"), args)), **(kwargs or {})}
+            self.first = given["query"].double(), given["key"].double()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name, config", [(FLUX.name, COMPOSED), (FLUX.name, PANELS), (FLUX2.name, COMPOSED)])
+@torch.no_grad()
+def test_queries_and_keys_are_rotated_by_the_model_and_then_by_ours(name, config):
+    model, inputs = BY_NAME[name].build(), BY_NAME[name].inputs()
+    with Recorder() as plain:
+        before = run(model, inputs)
+    if config is PANELS:
+        inputs |= flux_in_panels()["joint_attention_kwargs"]
+        positions = torch.nn.functional.pad(inputs["rotary_positions"], (0, 0, 5, 0)).double()  # text is at 0
+    else:
+        positions = torch.cat([inputs["txt_ids"], inputs["img_ids"]]).double()[None]
+    assert torch.equal(run(patch(model, config), inputs), before)
+    randomize(model, 0.5)
+    with Recorder() as composed:
+        run(model, inputs)
+    encoding = model.rotary_encoding.encoding
+    for head in range(2):
+        parameters = dict(encoding.named_parameters())
+        matrices = reference.generators(parameters, encoding.config, positions.shape[-1], 0, head)
+        turned = torch.linalg.matrix_exp(torch.einsum("bna,aij->bnij", positions, matrices))
+        for start, found in zip(plain.first, composed.first):
+            expected = (turned @ start[:, head, :, :, None]).squeeze(-1)
+            torch.testing.assert_close(found[:, head], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_pipelines_pass_positions_and_files_keep_rotations_behind_the_model(tmp_path):
+    pipeline = make_pipeline(model := FLUX.build())
+    before = sample(pipeline)
+    randomize(patch(model, PANELS), 0.5)
+    panels = torch.eye(3)[torch.arange(24) // 8, 1:][None]
+    start, found = (sample(pipeline, joint_attention_kwargs={"rotary_positions": p}) for p in (0 * panels, panels))
+    assert torch.equal(start, before) and not torch.allclose(found, before, atol=1e-3)
+    model.save_pretrained(tmp_path)
+    loaded, given = type(model).from_pretrained(tmp_path), flux_in_panels()
+    assert torch.equal(run(loaded, given), run(model, given))
+    with pytest.raises(ValueError, match=r"shape \(1, 16, 2\) or \(2, 16, 2\), .*, and got None"):
+        run(model, FLUX.inputs())
+    with pytest.raises(ValueError, match="with RoPE and FLUX, not CogVideoXTransformer3DModel"):
+        patch(COGVIDEOX.build(), COMPOSED)
 
 
 @each
@@ -198,11 +257,11 @@ def test_a_graph_sees_rotations_that_are_not_those_of_coordinates():
         run(compiled, inputs | {"image_rotary_emb": (cos * 1.01, sin)})
 
 
-def sample(pipeline):
+def sample(pipeline, **given):
     """Latents of 6 × 4 tokens."""
     options = {"height": 96, "width": 64, "num_inference_steps": 3, "output_type": "latent"}
     prompt = {"prompt_embeds": normal(1, 5, 16), "pooled_prompt_embeds": normal(1, 8)}
-    return pipeline(**prompt, **options, generator=torch.Generator().manual_seed(0)).images
+    return pipeline(**prompt, **options, **given, generator=torch.Generator().manual_seed(0)).images
 
 
 def test_pipeline_saves_and_loads_rotations_beside_the_plain_model_and_a_lora(tmp_path):

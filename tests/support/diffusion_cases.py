@@ -17,6 +17,8 @@ from hf_liere import RotaryPatchConfig
 
 PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
 BLOCKS = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
+COMPOSED = RotaryPatchConfig(position_encoding="liere", block_size=4, compose=True)
+PANELS = dataclasses.replace(COMPOSED, num_axes=2)
 ZEROS = RotaryPatchConfig(position_encoding="liere", block_size=4)
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
 
@@ -90,6 +92,12 @@ def flux(rows=3, columns=4):
         "img_ids": image,
         "txt_ids": torch.zeros(5, 3),
     }
+
+
+def flux_in_panels():
+    """The image in three panels, the last two on axes of their own."""
+    positions = torch.eye(3)[torch.arange(16) // 6, 1:].expand(2, -1, -1)
+    return flux() | {"joint_attention_kwargs": {"rotary_positions": positions}}
 
 
 def flux2(rows=3, columns=4):

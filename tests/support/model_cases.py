@@ -177,6 +177,10 @@ for library, cases in LIBRARIES.items():
             for config in configs:
                 name = f"{case.name}, {config.position_encoding}"
                 MODELS[name] = Model(case.build, case.inputs, cases.outputs, config, False)
+        if library == "diffusers":
+            flux = cases.BY_NAME["FluxTransformer2DModel"].build
+            MODELS["composed flux"] = Model(flux, cases.flux, cases.outputs, cases.COMPOSED, False)
+            MODELS["composed flux, panels"] = Model(flux, cases.flux_in_panels, cases.outputs, cases.PANELS, False)
 PATCHED = [name for name, model in MODELS.items() if model.config]
 SAVED = [name for name, model in MODELS.items() if model.is_saved]
 # Patching takes a second each: these stand for the other families that rotate by themselves.

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...encoding.given_positions import check_coordinates, require_tensors
 from ...encoding.positions import TokenPositions
 from ...fast.dispatch import product_dtype, require
 from ...probing.module_inspection import View
 from ...probing.planes import Planes
 from ..carrying import Turn, carry, take_off
+from ..composed import check_shape
 from ..patched_forward import place_grid
 from ..tower_patch import AttentionPass, Pass
 from .rotations import apply_turn, find_coordinates, identity_turn, turn_error
@@ -28,7 +30,7 @@ STATE_MODULES = {
     "image": {"query": ("norm_q", "to_q"), "key": ("norm_k", "to_k")},
     "text": {"query": ("norm_added_q", "add_q_proj"), "key": ("norm_added_k", "add_k_proj")},
 }
-# The entry of the dictionary in which a model that does not rotate passes positions on to attention.
+# The entry of the dictionary in which a model passes positions on to attention that are not those of its RoPE.
 POSITIONS = "rotary_positions"
 
 
@@ -119,6 +121,27 @@ def carry_positions(model: Any, options: dict) -> None:
     options[argument] = {**(options.get(argument) or {}), POSITIONS: lambda: positions}
 
 
+def carry_given(model: Any, options: dict) -> None:
+    """Lets positions of images travel, which a model gets or a pipeline passes on to attention; text is at 0."""
+    images, text, name = options["hidden_states"], options["encoder_hidden_states"], "joint_attention_kwargs"
+    options[name] = inner = dict(options.get(name) or {})
+    given, config = options.pop(POSITIONS, inner.pop(POSITIONS, None)), model.rotary_patch.config
+    if given is None and config.num_axes is None:
+        return
+    if given is not None:
+        require_tensors(rotary_positions=given)
+        check_coordinates(given)
+    axes = config.num_axes or model.rotary_patch.planes.num_axes
+    check_shape(model, given, len(images), images.shape[1], axes)
+    positions = nn.functional.pad(given.to(images.device), (0, 0, text.shape[1], 0))  # (1 or B, text + N, A)
+    inner[POSITIONS] = lambda: [positions]
+
+
+def take_rows(numbers: torch.Tensor, stream: str, tokens: int) -> torch.Tensor:
+    """(…, tokens, C) numbers of a stream, of those of text and then images."""
+    return numbers[..., :tokens, :] if stream == "text" else numbers[..., -tokens:, :]
+
+
 def drop_positions(attention: nn.Module, options: dict) -> None:
     """For an attention module that does not rotate and gets the arguments of one that does."""
     options.pop(POSITIONS, None)
@@ -128,22 +151,21 @@ def prepare_attention(tower: Any, layer: int, attention: nn.Module, options: dic
     """Replaces what travelled among the arguments of an attention module by the rotation of its layer."""
     patch, encoding = tower.rotary_patch, tower.rotary_encoding
     rotates = patch.rotates_states(encoding, layer)
-    given: Any = None
-    if not patch.family.rotates:
-        given = options.pop(POSITIONS, lambda: None)()
-    elif (turns := options.get(patch.family.argument)) is not None:
+    given, own = options.pop(POSITIONS, lambda: None)(), None
+    if patch.family.rotates and (turns := options.get(patch.family.argument)) is not None:
         parts = [take_places(turn, layer, patch.planes) for turn in patch.family.parts(turns)]
         if patch.turns:
             given = turns = _turn_parts(tower, layer, parts, attention, options)
         else:
             # Wan's cos has a dimension for heads.
-            given = [places.squeeze(2) if places.ndim == 4 else places for _, places, _ in parts]
+            given = given or [places.squeeze(2) if places.ndim == 4 else places for _, places, _ in parts]
             turns = [turn for turn, *_ in parts]
+            own = turns[0] if patch.config.compose else None
         turns = [identity_turn(turn) for turn in turns] if rotates else turns
         options[patch.family.argument] = tuple(turns) if patch.family.text == "separate" else turns[0]
     if rotates:
         patch.hook_outputs(tower, layer, attention)
-        DiffusionPass(attention, layer, tower, given, options).begin()
+        DiffusionPass(attention, layer, tower, given, options, own).begin()
 
 
 def _turn_parts(tower: Any, layer: int, parts: list, attention: nn.Module, options: dict) -> list[Turn]:
@@ -171,16 +193,19 @@ class DiffusionPass(AttentionPass):
     Attributes:
         given: The rotation of images; or their (…, N, A) coordinates, and those of text; or the positions of a grid.
         pending: The (stream, part) that are not rotated yet.
+        own: The model's own (text + N, D) cos and sin, which rotate first, with `compose`.
     """
 
-    def __init__(self, attention: nn.Module, layer: int, tower: Any, given: Any, options: dict):
+    def __init__(
+        self, attention: nn.Module, layer: int, tower: Any, given: Any, options: dict, own: Turn | None = None
+    ):
         super().__init__(attention, layer)
         if options.get("ip_hidden_states") is not None:
             raise RuntimeError(
                 "The queries of an IP-Adapter are those before the rotation, which this patch replaces: unpatch the "
                 "model, or patch it with position_encoding='rope_mixed'."
             )
-        self.tower, self.given = tower, given
+        self.tower, self.given, self.own = tower, given, own
         self.dtype, self.device = product_dtype(options["hidden_states"]), options["hidden_states"].device
         streams = tower.rotary_patch.streams(attention)
         self.pending = {(stream, part) for stream in streams for part in STATE_MODULES[stream]}
@@ -197,6 +222,9 @@ class DiffusionPass(AttentionPass):
             return torch.cat([text, apply_turn(image, self.given[0])], dim=2)
         if stream not in self.rotations:
             self.rotations[stream] = encoding(self.layer, self._place(stream, tokens), self.dtype).to(self.device)
+        if self.own is not None:
+            cos, sin = (take_rows(x, stream, tokens).unsqueeze(-2) for x in self.own)  # (tokens, 1, D) each
+            states = apply_turn(states, (cos, sin))  # (B, tokens, H, D)
         rotated = encoding.rotate(self.rotations[stream], states, family.heads_first)
         return rotated.clone() if family.in_place and rotated.requires_grad else rotated
 
@@ -208,7 +236,7 @@ class DiffusionPass(AttentionPass):
         if not isinstance(positions, TokenPositions):
             coordinates = self.given[stream == "text" and text == "separate"]  # (…, N, A)
             if text == "first":
-                coordinates = coordinates[..., :tokens, :] if stream == "text" else coordinates[..., -tokens:, :]
+                coordinates = take_rows(coordinates, stream, tokens)
             elif text != "separate":
                 missing = max(tokens - coordinates.shape[-2], 0)
                 rows = (missing, 0) if text == "unrotated_first" else (0, missing)

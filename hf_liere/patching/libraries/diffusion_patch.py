@@ -75,6 +75,8 @@ class DiffusionPatch(LibraryPatch["DiffusionTower"]):
     def run(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         options = dict(zip(self.names, args)) | kwargs
         hooks.record_noise_level(module, options)
+        if self.config.compose:
+            hooks.carry_given(module, options)
         if not self.family.rope:
             (hooks.carry_argument if self.family.rotates else hooks.carry_positions)(module, options)
         return forward(**options)
@@ -125,6 +127,10 @@ class DiffusionTower(LibraryTower):
     @property
     def rotates(self) -> bool:
         return FAMILIES[self.kind].rotates
+
+    @property
+    def composes(self) -> bool:
+        return FAMILIES[self.kind].text == "first"
 
     @property
     def train_grid(self) -> tuple[int, int]:

@@ -88,6 +88,11 @@ class LibraryTower(AttentionTower):
         raise NotImplementedError
 
     @property
+    def composes(self) -> bool:
+        """Whether learned rotations may stand behind those of the model."""
+        return False
+
+    @property
     def train_grid(self) -> tuple[int, ...]:
         """Patches per axis in training, of models that do not rotate. Raises `ValueError` if there are none."""
         raise NotImplementedError
@@ -131,7 +136,7 @@ def _plan_tower(tower: LibraryTower, config: RotaryPatchConfig) -> TowerPlan:
     layers = tower.choose_layers(config.layers)
     _check_start(tower, config)
     tower.check_tokens()
-    turns = tower.rotates and encoding_of(config).pretrained == "planes"
+    turns = tower.rotates and encoding_of(config).pretrained == "planes" and not config.compose
     heads, head_dim = tower.common_shape(layers, lambda layer: tower.head_shape(layer, turns))
     patch = tower.patch_class(config, tower.attention_names(layers), tower.kind, heads, head_dim, turns)
     if not tower.rotates:
@@ -165,9 +170,9 @@ def _check_start(tower: LibraryTower, config: RotaryPatchConfig) -> None:
             f"keep_absolute={config.keep_absolute!r} is for vision towers of transformers; {tower.label} accepts "
             "interpolate."
         )
-    if config.compose:
-        raise ValueError(f"compose=True: accepted are models of transformers with RoPE, and not {tower.label}.")
-    if tower.rotates != (config.rotary_init == "pretrained"):
+    if config.compose and not tower.composes:
+        raise ValueError(f"compose=True: accepted are models of transformers with RoPE and FLUX, not {tower.label}.")
+    if tower.rotates != (config.compose or config.rotary_init == "pretrained"):
         fits = "already rotates query and key; accepted: pretrained"
         fits = fits if tower.rotates else "does not rotate, so there is nothing to start from; accepted: zeros"
         raise ValueError(f"rotary_init={config.rotary_init!r}: {tower.label} {fits}.")

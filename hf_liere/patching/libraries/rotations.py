@@ -103,9 +103,9 @@ def turn_further(turn: Turn, angles: torch.Tensor, style: str, factor: torch.Ten
 
 
 def apply_turn(states: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """(B, H, N, D) queries or keys rotated by (N, D) cos and sin of adjacent channels, as diffusers does it."""
+    """(…, D) queries or keys rotated by (…, D) cos and sin of adjacent channels, as diffusers does it."""
     cos, sin = turn
-    real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, N, planes) each
+    real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)  # (…, planes) each
     turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
     return (states.float() * cos + turned.float() * sin).to(states.dtype)
 
@@ -189,24 +189,25 @@ class StateRotations(Tables, LearnedRotations):
     ) -> "StateRotations":
         """
         Blocks of the encoding that `config` names, which start as the planes of the pretrained rotation: those of every
-        attention module or of all, and of a head or of all heads in a row. Raises `ValueError`, with the `label` of the
-        model, if the planes do not make such blocks.
+        attention module or of all, and of a head or of all heads in a row; with `compose` they start at the identity.
+        Raises `ValueError`, with the `label` of the model, if the planes do not make such blocks.
         """
         frequencies = planes.frequencies if planes.frequencies.shape[1] == 1 else planes.frequencies[:, layers]
         # (A, layers or 1, heads or 1, planes)
         frequencies = frequencies.unflatten(-1, (-1, head_dim // 2)).flatten(2, 3)
+        start: dict[str, Any] = {"rotary_init": "zeros"} if config.compose else {"frequencies": frequencies}
         try:
             rotary = LieRotaryEmbedding(
                 heads,
                 head_dim,
-                planes.num_axes,
+                config.num_axes or planes.num_axes,
                 config.position_encoding,
                 config.block_size,
                 num_layers=len(layers),
-                frequencies=frequencies,
                 pairing=(planes.pairs or ())[: head_dim // 2],
                 share_heads=config.share_heads,
                 share_layers=config.share_layers,
+                **start,
             )
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from error
