@@ -377,7 +377,7 @@ def test_a_space_runs_by_itself(folder, tmp_path, capsys):
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+\S*", line) for line in requirements)
     assert "gradio==" not in str(requirements)
     kinds = {path.suffix for path in space.rglob("*") if path.is_file()}
-    assert kinds == {".py", ".md", ".txt", ".json", ".safetensors", ""}
+    assert kinds == {".py", ".md", ".txt", ".json", ".safetensors", ".jpg", ""}
 
     moved = tmp_path / "elsewhere" / "app"
     shutil.copytree(space, moved)
