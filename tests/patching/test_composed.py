@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
+from hf_liere.tools.export import ExportError, export_model
 
 
 PANELS = composed(num_axes=2)
@@ -85,6 +86,8 @@ def test_planes_are_relative_and_cached_steps_continue_at_the_last_position():
     check_relative("llama", composed("rope_mixed", block_size=2))
     for cache in (None, "static"):
         check_cached_steps(build_patched("llama", PANELS)[0], in_panels(), cache)
+    model, inputs = build_patched("qwen2_5_vl", composed(num_axes=2, target="model.language_model"))
+    check_cached_steps(model, inputs | {"rotary_positions": torch.rand(1, 16, 2)})
 
 
 def test_beams_and_positions_of_tokens_that_are_generated():
@@ -148,12 +151,14 @@ WRONG = {
 }
 
 
-def test_refused_positions_and_folding():
+def test_refused_positions_folding_and_files(tmp_path):
     model, inputs = build_patched("llama", PANELS)
     for words, positions in WRONG.items():
         with pytest.raises(ValueError, match=words):
             model(**inputs, rotary_positions=positions)
     with pytest.raises(ValueError, match="are not behind the model's own .compose=True"):
         model.fold_rotations()
+    with pytest.raises(ExportError, match="rotary_positions, which are no input of exported files"):
+        export_model(model, tmp_path / "model.pt2")
     with pytest.raises(ValueError, match="Nothing in this model takes rotary_positions; .* compose=True"):
         build_patched("llama", PLANES)[0](**in_panels())
