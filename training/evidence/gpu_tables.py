@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="for everything (no limit)")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="until the last step; saving it takes seconds more (no limit)"
+    )
     parser.add_argument("--rows", nargs="+", default=list(TABLES), metavar="NAME", help="tables and rows (all)")
     parser.add_argument("--cifar100", nargs=2, metavar=("TRAIN", "TEST"), help="parquet files")
     parser.add_argument("--scale", type=float, default=1.0, help="share of images and epochs; below 1 small models")
