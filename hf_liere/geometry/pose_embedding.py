@@ -251,7 +251,7 @@ class PoseEmbedding(nn.Module):
         self, poses: torch.Tensor | PoseFrames, key_poses: torch.Tensor | PoseFrames | None = None
     ) -> torch.Tensor:
         """
-        −w |xᵢ − xⱼ|² of shape (1 or B, num_heads, N, M), for the `attn_mask` of attention, with a learned w of every
+        −w ‖xᵢ − xⱼ‖² of shape (1 or B, num_heads, N, M), for the `attn_mask` of attention, with a learned w of every
         head that starts at zero, and places x times `translation_scale`. Scores of queries and keys alone are linear in
         relative translations, and cannot prefer what is near. Raises `ValueError` without `num_heads`, or as `forward`.
         """

@@ -34,7 +34,7 @@ class LieRETokensConfig(LieREConfig):
             The initial generators of LieRE and ComRoPE suit coordinates from 0 to 1, those of RoPE and STRING
             coordinates that count tokens; a table is read from 0 to 1.
         distance_axes (`list[int]`, *optional*):
-            Axes whose squared distance lowers attention scores: every head adds −w |xᵢ − xⱼ|², with the coordinates x
+            Axes whose squared distance lowers attention scores: every head adds −w ‖xᵢ − xⱼ‖², with the coordinates x
             of tokens on these axes and a learned w that starts at zero. Class and register tokens are at no distance.
 
     Raises:
