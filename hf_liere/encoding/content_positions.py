@@ -18,11 +18,10 @@ class ContentPositions(nn.Module):
         weight: (layers, heads · A or A, hidden_size), the W.
     """
 
-    def __init__(self, config, num_axes: int):
+    def __init__(self, choice: str, layers: int, heads: int, num_axes: int, hidden_size: int):
         super().__init__()
-        self.heads = config.num_attention_heads if "heads" in config.content_positions else 1
-        self.sums, layers = "sum" in config.content_positions, config.num_hidden_layers
-        self.weight = LearnedRotations.new_parameter(layers, self.heads * num_axes, config.hidden_size)
+        self.heads, self.sums = heads if "heads" in choice else 1, "sum" in choice
+        self.weight = LearnedRotations.new_parameter(layers, self.heads * num_axes, hidden_size)
         nn.init.zeros_(self.weight)
 
     def forward(

@@ -168,7 +168,8 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
     if kind.check is not None:
         kind.check(encoding)
     if config.content_positions is not None:
-        encoding.content = ContentPositions(config, num_axes)
+        sizes = config.num_hidden_layers, config.num_attention_heads, num_axes, config.hidden_size
+        encoding.content = ContentPositions(config.content_positions, *sizes)
     return encoding
 
 

@@ -137,8 +137,6 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         self.layers = 1 if config.share_layers else config.num_hidden_layers
         self.heads = 1 if config.share_heads else config.num_attention_heads
         self.cache = RotationCache()
-        # The [`ContentPositions`] that move tokens, if the configuration says so.
-        self.content: Any = None
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
@@ -202,12 +200,7 @@ class RotaryEncoding(EncodingTraits, LearnedRotations):
         if self.block_size == 2:
             planes = self.planes(positions, entries.squeeze(-1))  # (1 or B, H, N, planes, 2) per layer
             return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
-        if positions.heads > 1:
-            own_entries = entries.expand(-1, -1, positions.heads, -1, -1).split(1, dim=2)
-            parts = zip(positions.coordinates.chunk(positions.heads, -1), own_entries)
-            of_heads: list[list[Any]] = [self.rotations_from(TokenPositions(own), part, dtype) for own, part in parts]
-            layers = zip(*(rotations[: entries.shape[1]] for rotations in of_heads))
-            return self.repeat_for_layers([BlockRotation(torch.cat([x.blocks for x in layer], 1)) for layer in layers])
+        entries = positions.by_head(entries)  # (A or heads · A, layers, heads, blocks, …)
         coordinates, rotation_dtype = self.working_coordinates(positions), self.rotation_dtype  # (B · N, A)
         matrices = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
         # (B · N, H · blocks, b, b) per layer

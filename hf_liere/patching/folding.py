@@ -46,12 +46,13 @@ def fold_rotations(model: PreTrainedModel, grids: Iterable[tuple[int, ...]] | No
     """
     refuse_adapters(model)
     for name, tower in require_patched(model):
-        done, compose = tower.rotary_patch.config.folded_grids, tower.rotary_patch.config.compose
-        if done is not None or compose or not isinstance(tower.rotary_patch, (RotaryPatch, RopePatch)):
+        config = tower.rotary_patch.config
+        done, compose, content = config.folded_grids, config.compose, config.content_positions
+        if done is not None or compose or content or not isinstance(tower.rotary_patch, (RotaryPatch, RopePatch)):
             raise ValueError(
                 f"{name or 'model'} ({type(tower).__name__}) cannot be folded: accepted are Transformers models "
                 f"whose rotations are not folded already (folded_grids={done}) and are not behind the model's own "
-                f"(compose={compose})."
+                f"(compose={compose}) or moved by every input (content_positions={content!r})."
             )
     folded = copy_model(model)
     # What one RoPE describes needs no patch.

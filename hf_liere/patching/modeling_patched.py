@@ -19,6 +19,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.conversion_mapping import (
     USER_REGISTERED_MAPPINGS,
     get_checkpoint_conversion_mapping,
@@ -105,6 +106,8 @@ class RotaryModelMixin(_Pickled, ModelBase):
         # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
             tower.rotary_patch.reset_parameters(tower)
+            if (content := tower.rotary_encoding.content) is not None:
+                init.zeros_(content.weight)
 
     def to_empty(self, *, device, recurse: bool = True):
         """Buffers that no file contains, such as the frequencies of RoPE, have their values again."""
@@ -238,10 +241,10 @@ def split_rotations(model: nn.Module) -> None:
                 mesh = part.weight.device_mesh
                 share = HeadShare(mesh if mesh.ndim == 1 else mesh["tp"])
                 share.count(part.out_features // getattr(attention, "head_dim", 1), split[part])
-        if share is not None and not hasattr(tower.rotary_encoding, "split_heads"):
+        if share is not None and (not hasattr(tower.rotary_encoding, "split_heads") or tower.rotary_encoding.content):
             raise ValueError(
                 f"tensor parallelism (tp_plan) divides the heads of {name or model._get_name()} without rotations; "
-                "accepted: rotary_init='pretrained', or a tp_plan without this vision tower."
+                "accepted: rotary_init='pretrained' without content_positions, or a tp_plan without this tower."
             )
         if share is not None:
             tower.rotary_encoding.split_heads(share)

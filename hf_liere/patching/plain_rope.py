@@ -40,10 +40,10 @@ class PlainRope:
         self.label = f"{name} ({type(tower).__name__})" if name else type(tower).__name__
         if isinstance(patch, LibraryPatch):
             raise self._make_error("no configuration of diffusers or timm has a factor for every frequency")
-        if not isinstance(patch, RopePatch) or not isinstance(encoding, PretrainedPlanes):
+        if not isinstance(patch, RopePatch) or not isinstance(encoding, PretrainedPlanes) or encoding.content:
             raise self._make_error(
                 f"position_encoding={patch.config.position_encoding!r} with rotary_init={patch.config.rotary_init!r} "
-                "is more than one frequency for every plane; accepted: rope_mixed with rotary_init='pretrained'"
+                "is more than one frequency for every plane; accepted: rope_mixed with rotary_init='pretrained' alone"
             )
         if len(encoding.rope_names) > 1:
             raise self._make_error(f"it has {len(encoding.rope_names)} rotary modules, and one is accepted")

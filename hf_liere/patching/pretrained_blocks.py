@@ -93,6 +93,7 @@ class PretrainedBlocks(PretrainedRope):
             self.makers[layer].setdefault(maker.name, {})[maker.call] = indices.setdefault(piece, len(indices))
         self.channels = nn.ModuleList(RotatedChannels(*piece) for piece in indices)
         self.local: dict[str, RotaryEncoding] = {}
+        self.add_content(tower, heads[layers[0]][-1])
         self.reset_parameters(tower.module)
 
     @torch.no_grad()
@@ -137,7 +138,7 @@ class PretrainedBlocks(PretrainedRope):
         return planes.identity(own), replace(rotation, own=(cos, sin))
 
     def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation:
-        """R(p) of (…, N, A) coordinates; tokens before those that have some are not rotated."""
+        """R(p) of (…, N, A or heads · A) coordinates; tokens before those that have some are not rotated."""
         # Hidden states are (N, hidden_size), (B, N, hidden_size) or a grid of tokens, (B, …, hidden_size).
         samples = states.shape[0] if states.ndim > 2 else 1
         tokens = math.prod(states.shape[min(1, states.ndim - 2) : -1])
@@ -151,6 +152,7 @@ class PretrainedBlocks(PretrainedRope):
         coordinates = nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates
         current = GridPass.current()
         positions = TokenPositions(coordinates, prefix, None if current is None else current.grid)
+        positions.heads = coordinates.shape[-1] // rotary.num_axes
         encoding = (
             rotary.encoding if self.share is None else partial(self.share.call, self.local[name], rotary.encoding)
         )

@@ -25,6 +25,7 @@ from ..probing.rope_pairs import choose_rotating_layers, find_key_sources
 from ..transformer.attention_functions import refuse_ignored_poses
 from .carrying import carry, keep_joined, take_off
 from .composed import choose_positions
+from .moved_tokens import move_numbers, refuse_moves
 from .pretrained_blocks import PretrainedBlocks
 from .pretrained_rope import GridPass, PretrainedPlanes, PretrainedRope
 from .tower_patch import AttentionPass, TowerPatch, TowerPlan, detach
@@ -116,6 +117,8 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     kind = PretrainedPlanes if has_planes else PretrainedBlocks
     if kind.rotates_states:
         refuse_blocks(tower, config.compose)
+    if config.content_positions is not None:
+        refuse_moves(tower, layers, config, has_planes)
     patch = RopePatch(config, tower.attention_names(layers), tower.distinct_layouts)
     planned = TowerPlan(tower, patch, partial(kind, tower, layers, config))
     # Report what does not fit before the model is changed.
@@ -225,6 +228,7 @@ def prepare_layer(
         own, numbers = take_off(options[name], f"Attention layer {layer}", *encoding.widths[layer])
         options[name], rotation = own, None
         if layer in encoding.place:
+            numbers = move_numbers(tower, layer, numbers, options[states_name], options)
             # (…, prefix + N, hidden_size)
             turn, rotation = encoding(layer, own, numbers, options[states_name])
             joins = encoding.has_prefix and not encoding.config.compose
@@ -266,6 +270,7 @@ def prepare_inside(tower: nn.Module, layer: int, states_name: str, attention: nn
     rope = tower.get_submodule(encoding.layouts[layout].layout.rope_name)
     coordinates, _ = encoding.measure(layout, rope, states, options["position_ids"])
     tower.rotary_patch.hook_projections(tower, layer, attention)
+    coordinates = move_numbers(tower, layer, coordinates, states, options)
     RopePass(attention, layer, None, encoding.compute_rotation(layer, coordinates, states)).begin()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ..encoding.content_positions import ContentPositions
 from ..probing.coordinate_probe import CoordinateProbe, Turn, read_frequencies
 from ..probing.module_inspection import find_indexers
 from ..probing.rope_layout import RopeLayout, RopeTower
@@ -41,6 +42,7 @@ class RopePlanes(Tables):
                 channels=torch.tensor(layout.planes),  # (D,)
                 first_channels=torch.tensor(first),  # (planes,)
                 axis_channels=torch.tensor(of_axes),  # (A,)
+                axes=torch.tensor(layout.axes),  # (planes,)
             )
 
     def read_frequencies(self, rope: nn.Module) -> torch.Tensor:
@@ -121,6 +123,14 @@ class PretrainedRope(LearnedRotations):
         self.rows = {layer: own[self.layers[place]] for layer, place in self.place.items()}
         return named
 
+    def add_content(self, tower: RopeTower, heads: int) -> None:
+        """What moves the tokens of layers with so many key heads, if the configuration says so."""
+        if self.config.content_positions is not None:
+            axes = self.config.num_axes or max(layout.num_axes for layout in tower.layouts)
+            _, attention = tower.attentions[self.layers[0]]
+            width = next(module.in_features for module in attention.modules() if hasattr(module, "in_features"))
+            self.content = ContentPositions(self.config.content_positions, len(self.layers), heads, axes, width)
+
     def measure(self, layout: int, rope: nn.Module, /, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
         """
         The arguments of a rotary module → (…, N, A) coordinates of tokens, and (…, N, planes + 1) their angles and the
@@ -168,6 +178,7 @@ class PretrainedPlanes(PretrainedRope):
         for name, members in self.group_layers("log_factors", lambda layer: tower.layouts[layer].num_planes):
             count = tower.layouts[members[0]].num_planes
             setattr(self, name, self.new_parameter(1 if config.share_layers else len(members), count))
+        self.add_content(tower, 1)
         self.reset_parameters(tower.module)
 
     def forward(self, layer: int, own: Turn, numbers: torch.Tensor, states: torch.Tensor) -> tuple[Turn, None]:

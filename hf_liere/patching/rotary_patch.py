@@ -112,10 +112,10 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             )
         if self.rotate_prefix is None:
             self.rotate_prefix = not self.compose and self.rotary_init != "pretrained" and default_rotate_prefix(self)
-        if self.content_positions is not None:
-            raise ValueError(f"content_positions={self.content_positions!r} are not built for patches; accepted: None.")
         if self.compose or self.rotary_init == "pretrained":
             self._check_pretrained()
+        elif self.content_positions is not None:
+            raise ValueError(f"content_positions={self.content_positions!r}: accepted in models with RoPE alone.")
 
     def _check_pretrained(self) -> None:
         chosen = ENCODINGS[self.position_encoding]
@@ -126,7 +126,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
                 f"{', '.join(starting)}."
             )
         defaults = {field.name: field.default for field in fields(self)} | {"rotate_prefix": False}
-        refused = [name for name in PLACEMENT_FIELDS if name not in chosen.fields]
+        refused = [name for name in PLACEMENT_FIELDS if name not in (*chosen.fields, "content_positions")]
         given = [name for name in refused if getattr(self, name) != defaults[name]]
         if given:
             raise ValueError(

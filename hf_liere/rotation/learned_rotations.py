@@ -1,6 +1,7 @@
 """The module of learned parameters of rotations, in our models and in those of others."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ class LearnedRotations(nn.Module):
         super().__init__()
         # The type of the model. Fixed rotations have no parameter that shows it.
         self.model_dtype = torch.get_default_dtype()
+        # The `ContentPositions` that move tokens, if the configuration says so.
+        self.content: Any = None
 
     @staticmethod
     def new_parameter(*shape: int) -> nn.Parameter:

@@ -263,7 +263,8 @@ def _subject(model: PreTrainedModel, **sizes: Any) -> _Tokens | _Pixels:
 def _folds(model: PreTrainedModel) -> bool:
     """Whether a patched model has rotations to fold."""
     configs = [tower.rotary_patch.config for _, tower in patched_towers(model)]
-    return bool(configs) and all(config.folded_grids is None and not config.compose for config in configs)
+    stay = (not (config.folded_grids is not None or config.compose or config.content_positions) for config in configs)
+    return bool(configs) and all(stay)
 
 
 def export_model(

@@ -153,7 +153,8 @@ FIELDS = {
     ],
     "patch": [
         (None, {"coordinates": "physical"}, "which pretrained models do not take"),
-        (None, {"content_positions": "shared"}, "='shared' are not built for patches; accepted: None"),
+        (None, {"content_positions": "shared"}, "='shared': accepted in models with RoPE alone"),
+        (None, {"content_positions": "all"}, "content_positions='all' must be 'shared' or 'heads' or 'shared_sum' or"),
     ],
     "grid": [
         (None, {"rotary_init": "so3"}, "positions are orientations, not for patches on a grid"),

@@ -1,5 +1,6 @@
 """Every model that the properties run over, from the tables of cases: with no parameter at its start."""
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -168,6 +169,8 @@ for name in ("llama", "dinov3", "qwen2_5_vl"):
 MODELS["composed llama, panels"] = MODELS["composed llama"]._replace(
     inputs=rope_cases.in_panels, config=rope_cases.composed(num_axes=2)
 )
+MOVED = dataclasses.replace(rope_cases.PLANES, content_positions="shared_sum")
+MODELS["rotating llama, content"] = MODELS["rotating llama, planes"]._replace(config=MOVED)
 LIBRARIES = {"timm": "timm_cases", "diffusers": "diffusion_cases"}
 for library, cases in LIBRARIES.items():
     if importlib.util.find_spec(library):
@@ -185,6 +188,7 @@ PATCHED = [name for name, model in MODELS.items() if model.config]
 SAVED = [name for name, model in MODELS.items() if model.is_saved]
 # Patching takes a second each: these stand for the other families that rotate by themselves.
 QUICK = {"rotating llama, planes", "rotating gpt_neox, blocks", "rotating dinov3, planes", "rotating gemma3n, planes"}
+QUICK.add("rotating llama, content")
 # The code of an encoding of a user is tried in another process whenever a model is saved.
 SLOW = [name for name in MODELS if name.startswith("rotating ") and name not in QUICK or "two_parameters" in name]
 SLOW.append("composed qwen2_5_vl")

@@ -170,8 +170,8 @@ def _check_start(tower: LibraryTower, config: RotaryPatchConfig) -> None:
             f"keep_absolute={config.keep_absolute!r} is for vision towers of transformers; {tower.label} accepts "
             "interpolate."
         )
-    if config.compose and not tower.composes:
-        raise ValueError(f"compose=True: accepted are models of transformers with RoPE and FLUX, not {tower.label}.")
+    if config.compose and not tower.composes or config.content_positions is not None:
+        raise ValueError(f"content_positions (no FLUX), compose: for models with RoPE and FLUX, not {tower.label}.")
     if tower.rotates != (config.compose or config.rotary_init == "pretrained"):
         fits = "already rotates query and key; accepted: pretrained"
         fits = fits if tower.rotates else "does not rotate, so there is nothing to start from; accepted: zeros"
