@@ -1,5 +1,7 @@
 """Positions that the tokens of a model with RoPE choose, see `content_positions`, and sums that its KV cache keeps."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import Cache
@@ -28,12 +30,12 @@ def refuse_moves(tower: RopeTower, layers: list[int], config, has_planes: bool) 
         raise ValueError(f"content_positions={config.content_positions!r}: {tower.label} {reason}.")
 
 
-def find_sums(tower: nn.Module, layer: int, options: dict) -> DynamicLayer | StaticLayer | None:
+def find_sums(tower: nn.Module, layer: int, options: dict[str, Any]) -> DynamicLayer | StaticLayer | None:
     """
     The (B, 1, N, heads · A) sums of tokens in the KV cache among the arguments of an attention module. They are a layer
     of the cache behind those of the model: what repeats, chooses or drops samples or tokens does so with the sums.
     """
-    cache = next((each for each in options.values() if isinstance(each, Cache)), None)
+    cache: Any = next((each for each in options.values() if isinstance(each, Cache)), None)
     if cache is None:
         return None
     layers, count = getattr(cache, "self_attention_cache", cache).layers, tower.config.num_hidden_layers

@@ -10,8 +10,9 @@ The forward pass of a patched vision tower.
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,6 @@ from ..encoding.positions import TokenPositions
 from ..encoding.rotary_fields import rotated_prefix
 from ..fast.dispatch import product_dtype
 from ..probing.module_inspection import View, takes
-from ..rotation.grouped_rotation import Rotation
 from ..transformer.attention_functions import refuse_ignored_poses
 from .tower_patch import Pass
 from .vision_towers import position_table, trained_size
@@ -40,11 +40,13 @@ class ForwardPass(Pass):
     Attributes:
         grid: Patches per axis, once the patches are embedded.
         rotations: One rotation per rotated layer, once the embeddings are complete.
+        states: Where content moves tokens, those of the current layer, of which its partial in `rotations` makes one.
         rotated: Indices of the layers that have applied theirs.
     """
 
     grid: tuple[int, ...] = ()
-    rotations: Sequence[Rotation] = ()
+    rotations: Sequence[Any] = ()
+    states: torch.Tensor | None = None
     rotated: list[int] = field(default_factory=list)
 
 
@@ -66,7 +68,10 @@ def rotary_attention_forward(
             "A rotated attention module ran outside the forward pass of its vision tower, so the positions of its "
             "tokens are unknown. Call the vision tower (or a model around it), or unpatch the model."
         )
-    rotation = current.rotations[config.layer].to(query.device)  # matrices for (1 or B, 1 or H, N)
+    rotation = current.rotations[config.layer]
+    if current.states is not None:
+        rotation = rotation(current.states)
+    rotation = rotation.to(query.device)  # matrices for (1 or B, 1 or H, N)
     if rotation.num_tokens() != query.shape[2]:
         raise RuntimeError(
             f"Attention sees {query.shape[2]} tokens, but {rotation.num_tokens()} were embedded: models that merge or "
@@ -105,15 +110,16 @@ class CheckpointingInPass:
         current = ForwardPass.current()
         if current is None:
             return self.function(layer, *args, **kwargs)
+        shared = [each for each in current.rotations if not isinstance(each, partial)]
 
         def layer_in_pass(*inputs, **named_inputs):
             tensors = iter(inputs[len(args) :])
-            rotations = [type(each)(*(next(tensors) for _ in each)) for each in current.rotations]
-            again = ForwardPass(current.module, rotations=rotations, rotated=current.rotated)
+            rotations = [type(each)(*(next(tensors) for _ in each)) for each in shared] or current.rotations
+            again = replace(current, rotations=rotations)
             return again.resume(layer, *inputs[: len(args)], **named_inputs)
 
         # Reentrant checkpointing differentiates with respect to inputs only, so tensors of rotations are inputs.
-        tensors = (tensor for rotation in current.rotations for tensor in rotation)
+        tensors = (tensor for rotation in shared for tensor in rotation)
         return self.function(layer_in_pass, *args, *tensors, **kwargs)
 
 
@@ -271,8 +277,19 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
         positions = place_grid(tower, grid, device, prefix_length)
     else:
         positions = TokenPositions.from_coordinates(patches, prefix_length, prefix_coordinate(rotary_patch))
+    if rotary_patch.config.content_positions is not None:
+        moves = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0) >= prefix_length  # (1, tokens)
+        rotate = partial(tower.rotary_encoding.rotate_moved, positions, moves, product_dtype(tokens))
+        current.rotations = [partial(rotate, layer) for layer in range(tower.rotary_encoding.num_layers)]
+        return
     # One rotation per layer, with matrices for (1 or B, 1 or H, prefix + patches).
     current.rotations = list(tower.rotary_encoding(positions, product_dtype(tokens)))
+
+
+def record_states(attention: nn.Module, options: dict) -> None:
+    """Records the states that an attention module reads, its first argument."""
+    if (current := ForwardPass.current()) is not None:
+        current.states = next(iter(options.values()))
 
 
 def _find_visible(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:

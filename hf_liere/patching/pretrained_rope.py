@@ -127,8 +127,8 @@ class PretrainedRope(LearnedRotations):
         """What moves the tokens of layers with so many key heads, if the configuration says so."""
         if self.config.content_positions is not None:
             axes = self.config.num_axes or max(layout.num_axes for layout in tower.layouts)
-            _, attention = tower.attentions[self.layers[0]]
-            width = next(module.in_features for module in attention.modules() if hasattr(module, "in_features"))
+            parts = tower.attentions[self.layers[0]][1].modules()
+            width = next(part.in_features for part in parts if hasattr(part, "in_features"))
             self.content = ContentPositions(self.config.content_positions, len(self.layers), heads, axes, width)
 
     def measure(self, layout: int, rope: nn.Module, /, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -114,8 +114,6 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             self.rotate_prefix = not self.compose and self.rotary_init != "pretrained" and default_rotate_prefix(self)
         if self.compose or self.rotary_init == "pretrained":
             self._check_pretrained()
-        elif self.content_positions is not None:
-            raise ValueError(f"content_positions={self.content_positions!r}: accepted in models with RoPE alone.")
 
     def _check_pretrained(self) -> None:
         chosen = ENCODINGS[self.position_encoding]

@@ -12,7 +12,7 @@ from torch import nn
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, rotated_prefix
 from ..probing.coordinate_probe import frequency_buffers
-from ..probing.module_inspection import View, head_shape
+from ..probing.module_inspection import View, head_shape, linear_layer, projections
 from ..transformer.attention_functions import eager_attention_forward
 from .patched_forward import (
     ROTARY_ATTENTION,
@@ -21,6 +21,7 @@ from .patched_forward import (
     compute_rotations,
     interpolate_table,
     record_grid,
+    record_states,
     resize_tables,
     run_pass,
 )
@@ -79,6 +80,8 @@ class RotaryPatch(TowerPatch[Tower]):
         if not self.is_flexible:
             self.handles.append(tower.patch_embedding.register_forward_hook(record_grid))
         for layer, attention in enumerate(self.attentions(tower.module)):
+            if self.config.content_positions is not None:
+                self.hook_arguments(attention, record_states)
             names = inspect.unwrap(type(attention).forward).__globals__
             eager = names.get("eager_attention_forward") or eager_attention_forward
             attention.config = View(attention.config, _attn_implementation=ROTARY_ATTENTION, layer=layer, eager=eager)
@@ -130,7 +133,12 @@ def _plan_vision_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan[Tow
     heads, head_dim = tower.common_shape(layers, lambda layer: head_shape(tower.attentions[layer][1]))
     if config.keep_absolute != "interpolate":
         _check_position_table(tower, config)
+    if "sum" in (config.content_positions or "") and hasattr(tower.embeddings, "random_masking"):
+        raise ValueError(
+            f"content_positions={config.content_positions!r}: {tower.label} shuffles patches; accepted: shared, heads."
+        )
     rotary_config = make_tower_config(config, tower.train_grid, len(layers), heads, head_dim)
+    rotary_config.hidden_size = linear_layer(projections(tower.attentions[layers[0]][1])[0]).in_features
     patch = RotaryPatch(
         config,
         tower.attention_names(layers),

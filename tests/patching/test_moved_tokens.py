@@ -22,6 +22,8 @@ from hf_liere.probing.module_inspection import cache_name, projections
 
 PRETRAINED = {"rotary_init": "pretrained"}
 CONFIGS = {
+    "clip_vision": RotaryPatchConfig("comrope_ld", block_size=4, content_positions="heads_sum"),
+    "dinov2": RotaryPatchConfig("liere", block_size=4, coordinates="unit", content_positions="shared"),
     "planes": RotaryPatchConfig("rope_mixed", content_positions="shared_sum", **PRETRAINED),
     "blocks": RotaryPatchConfig("comrope_ld", block_size=4, content_positions="heads_sum", **PRETRAINED),
 }
@@ -176,6 +178,7 @@ REFUSED = {
     "='heads': .*Llama.* has one cos and sin for all heads": ("llama", "heads", "rope_mixed"),
     "='shared': .* has keys, or cos and sin, that are not of the states": ("gemma3n", "shared", "rope_mixed"),
     "='shared_sum': DINOv3.* has axes that do not commute, .* shared, heads": ("dinov3", "shared_sum", "liere"),
+    "='shared_sum': ViTMAEModel shuffles patches": ("vit_mae", "shared_sum", "comrope_ld"),
 }
 
 
@@ -189,7 +192,7 @@ def test_refused_by_name(words):
 
 
 def test_neither_folded_nor_written_as_plain_rope():
-    for name in ("rotating llama, content",):
+    for name in ("rotating llama, content", "patched clip_vision, content"):
         model = make(name)
         with pytest.raises(ValueError, match="moved by every input .content_positions='"):
             model.fold_rotations()

@@ -153,7 +153,6 @@ FIELDS = {
     ],
     "patch": [
         (None, {"coordinates": "physical"}, "which pretrained models do not take"),
-        (None, {"content_positions": "shared"}, "='shared': accepted in models with RoPE alone"),
         (None, {"content_positions": "all"}, "content_positions='all' must be 'shared' or 'heads' or 'shared_sum' or"),
     ],
     "grid": [

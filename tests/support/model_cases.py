@@ -169,6 +169,8 @@ for name in ("llama", "dinov3", "qwen2_5_vl"):
 MODELS["composed llama, panels"] = MODELS["composed llama"]._replace(
     inputs=rope_cases.in_panels, config=rope_cases.composed(num_axes=2)
 )
+MOVED = RotaryPatchConfig("comrope_ld", block_size=4, content_positions="heads_sum")
+MODELS["patched clip_vision, content"] = MODELS["patched clip_vision"]._replace(config=MOVED)
 MOVED = dataclasses.replace(rope_cases.PLANES, content_positions="shared_sum")
 MODELS["rotating llama, content"] = MODELS["rotating llama, planes"]._replace(config=MOVED)
 LIBRARIES = {"timm": "timm_cases", "diffusers": "diffusion_cases"}

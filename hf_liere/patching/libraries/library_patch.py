@@ -171,7 +171,8 @@ def _check_start(tower: LibraryTower, config: RotaryPatchConfig) -> None:
             "interpolate."
         )
     if config.compose and not tower.composes or config.content_positions is not None:
-        raise ValueError(f"content_positions (no FLUX), compose: for models with RoPE and FLUX, not {tower.label}.")
+        given = f"compose={config.compose} and content_positions={config.content_positions!r}"
+        raise ValueError(f"{given}: {tower.label} takes neither; accepted: models of transformers, compose on FLUX.")
     if tower.rotates != (config.compose or config.rotary_init == "pretrained"):
         fits = "already rotates query and key; accepted: pretrained"
         fits = fits if tower.rotates else "does not rotate, so there is nothing to start from; accepted: zeros"
