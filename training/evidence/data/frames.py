@@ -39,6 +39,30 @@ def pose_rows(rotations: torch.Tensor, translations: torch.Tensor | float) -> to
     return poses.flatten(-2)
 
 
+def columns_in(
+    frames: torch.Tensor,
+    origins: torch.Tensor | float,
+    rotations: torch.Tensor,
+    translations: torch.Tensor,
+    name: str = "relative",
+) -> dict[str, torch.Tensor]:
+    """
+    Poses as seen from a frame of each sample, which turns with its world.
+
+    Args:
+        frames, origins: (samples, 1, 3, 3), from the frame to the world, and (samples, 1, 3).
+        rotations, translations: (samples, N, 3, 3) and (samples, N, 3), in the world.
+
+    Returns:
+        `NAME_matrices` (samples, N, 9), row by row, and `NAME_translations` (samples, N, 3).
+    """
+    from_world = frames.mT
+    return {
+        f"{name}_matrices": (from_world @ rotations).flatten(-2),
+        f"{name}_translations": (from_world @ (translations - origins).unsqueeze(-1)).squeeze(-1),
+    }
+
+
 def turned_columns(
     rotations: np.ndarray, translations: np.ndarray, largest_angle: float, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
@@ -60,13 +84,11 @@ def turned_columns(
     world = rotation_vector_to_matrix(turns).unsqueeze(1)  # (samples, 1, 3, 3)
     turned = world @ torch.from_numpy(rotations)  # (samples, N, 3, 3)
     moved = (world @ torch.from_numpy(translations).unsqueeze(-1)).squeeze(-1)  # (samples, N, 3)
-    from_world = turned[:, :1].mT  # (samples, 1, 3, 3)
     columns = {
         "positions": matrix_to_rotation_vector(turned),
         "matrices": turned.flatten(-2),
         "translations": moved,
         "poses": pose_rows(turned, moved),
-        "relative_matrices": (from_world @ turned).flatten(-2),
-        "relative_translations": (from_world @ (moved - moved[:, :1]).unsqueeze(-1)).squeeze(-1),
+        **columns_in(turned[:, :1], moved[:, :1], turned, moved),
     }
     return {name: values.float().numpy() for name, values in columns.items()}

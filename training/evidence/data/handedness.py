@@ -19,11 +19,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from hf_liere.errors import InputError
 from training.common.tasks import SPLITS, register_task
 from training.evidence.data.drawing import StructuresTask
-from training.evidence.data.frames import frames_of, turned_columns
+from training.evidence.data.frames import columns_in, frames_of, turned_columns
 from training.evidence.data.molecules import Centres
 
 
@@ -45,7 +46,8 @@ def handedness_columns(file: str, split: str, limit: int | None, largest_angle: 
 
     Returns:
         Columns of N = 5 tokens, the centre first: `features` (samples, N, 24) and `labels` (samples,); those of
-        [`turned_columns`], in Å.
+        [`turned_columns`], in Å; `ordered_matrices` (samples, N, 9) and `ordered_translations` (samples, N, 3), in the
+        frame of the centre that [`ordered_columns`] makes of its neighbours.
     """
     centres, seed = select(read_centres(file), split), SPLITS.index(split)
     count = limit or 2 * len(np.unique(centres.scaffolds))
@@ -58,7 +60,8 @@ def handedness_columns(file: str, split: str, limit: int | None, largest_angle: 
     translations = np.concatenate([np.zeros_like(places[:, :1]), places], axis=1)
     turned = turned_columns(rotations, translations, largest_angle, np.random.default_rng((seed, 2)))
     names = np.where(centres.is_r[chosen] != mirrored, *LABELS)
-    return {"features": _features(centres)[chosen], **turned, "labels": names}
+    ordered = ordered_columns(centres.numbers[chosen], centres.spheres[chosen], turned)
+    return {"features": _features(centres)[chosen], **turned, **ordered, "labels": names}
 
 
 @register_task
@@ -99,6 +102,27 @@ def _features(centres: Centres) -> np.ndarray:
     distances = np.pad(np.linalg.norm(centres.places, axis=-1), ((0, 0), (1, 0)))[..., None]
     marks = np.broadcast_to(np.eye(5)[:, :1], (count, 5, 1))
     return np.concatenate([marks, kinds, around, distances], axis=-1).astype(np.float32)
+
+
+def ordered_columns(numbers: np.ndarray, spheres: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """
+    Poses in a frame that their molecule determines: of the neighbours in order, the x axis points from the centre to
+    the first one, and the second one lies in the half-plane of positive y. Atoms with larger numbers come first, then
+    those with a larger sum of the numbers around them, then those farther from the centre.
+
+    Args:
+        numbers, spheres: (samples, 4) and (samples, 4, 8), those of [`Centres`].
+        columns: `matrices` (samples, 5, 9) and `translations` (samples, 5, 3).
+    """
+    places = columns["translations"].astype(np.float64)  # (samples, 5, 3)
+    centre, around = places[:, :1], places[:, 1:]
+    distances = np.linalg.norm(around - centre, axis=-1)
+    order = np.lexsort((-distances, -spheres.sum(axis=-1, dtype=int), -numbers.astype(int)), axis=-1)  # (samples, 4)
+    first, second = (np.take_along_axis(around, order[:, n : n + 1, None], axis=1) for n in range(2))
+    rotations = columns["matrices"].astype(np.float64).reshape(*places.shape, 3)
+    given = (frames_of(centre, first, second), centre, rotations, places)
+    ordered = columns_in(*map(torch.from_numpy, given), name="ordered")
+    return {name: values.float().numpy() for name, values in ordered.items()}
 
 
 def _kinds(numbers: np.ndarray) -> np.ndarray:

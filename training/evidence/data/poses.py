@@ -18,7 +18,7 @@ from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
 from training.common.tasks import register_task
 from training.data.augmentation import IGNORED_LABEL
 from training.evidence.data.drawing import CHUNK, TurnedTask, draw_columns
-from training.evidence.data.frames import draw_rotations, pose_rows
+from training.evidence.data.frames import columns_in, draw_rotations, pose_rows
 
 
 TOKENS, CLASSES = 8, 4
@@ -40,7 +40,8 @@ def pose_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
         `count` samples of N tokens: `features` (count, N, 5), the class as one of four channels, which are zero for the
         query, and a channel that marks the query; `positions` (count, N, 3), rotation vectors of the orientations;
         `matrices` (count, N, 9), the same as rotation matrices, row by row; `poses` (count, N, 16), the same at one
-        place; `labels` (count, N), the class of the target at the query, and `IGNORED_LABEL` elsewhere.
+        place; `relative_matrices` (count, N, 9), in the frame of the query, and `relative_translations` (count, N, 3),
+        which are zero; `labels` (count, N), the class of the target at the query, and `IGNORED_LABEL` elsewhere.
     """
     return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
 
@@ -67,10 +68,10 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
     features[:, 0] = np.eye(CLASSES + 1)[CLASSES]
     labels = np.full((CHUNK, TOKENS), IGNORED_LABEL)
     labels[:, 0] = classes[samples, targets]
-    return {
-        "features": features,
-        "positions": matrix_to_rotation_vector(rotations).float().numpy(),
-        "matrices": rotations.flatten(-2).float().numpy(),
-        "poses": pose_rows(rotations, 0.0).float().numpy(),
-        "labels": labels,
+    columns = {
+        "positions": matrix_to_rotation_vector(rotations),
+        "matrices": rotations.flatten(-2),
+        "poses": pose_rows(rotations, 0.0),
+        **columns_in(rotations[:, :1], 0.0, rotations, torch.zeros_like(vectors)),
     }
+    return {"features": features, **{name: x.float().numpy() for name, x in columns.items()}, "labels": labels}

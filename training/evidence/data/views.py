@@ -19,7 +19,7 @@ from hf_liere import matrix_to_rotation_vector, rotation_vector_to_matrix
 from training.common.tasks import register_task
 from training.data.augmentation import IGNORED_LABEL
 from training.evidence.data.drawing import CHUNK, TurnedTask, draw_columns
-from training.evidence.data.frames import draw_rotations, pose_rows
+from training.evidence.data.frames import columns_in, draw_rotations, pose_rows
 
 
 CAMERAS, POINTS = 4, 4
@@ -43,8 +43,9 @@ def view_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
         `count` samples of N tokens, cameras first: `features` (count, N, 3), whether a token is a camera, the marked
         point or another point; `poses` (count, N, 16), matrices from body to world, row by row; `positions` (count, N,
         6), rotation vectors and translations of the poses; `orientations` (count, N, 3), `matrices` (count, N, 9) and
-        `translations` (count, N, 3), their parts; `labels` (count, N), 1 for cameras that see the marked point, 0 for
-        others, and `IGNORED_LABEL` for points.
+        `translations` (count, N, 3), their parts; `relative_matrices` and `relative_translations`, the same in the
+        frame of the first camera; `labels` (count, N), 1 for cameras that see the marked point, 0 for others, and
+        `IGNORED_LABEL` for points.
     """
     return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
 
@@ -83,6 +84,7 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
         "orientations": orientations,
         "matrices": rotations.flatten(-2),
         "translations": translations,
+        **columns_in(rotations[:, :1], translations[:, :1], rotations, translations),
     }
     labels = np.full((CHUNK, CAMERAS + POINTS), IGNORED_LABEL)
     labels[:, :CAMERAS] = sees.numpy()

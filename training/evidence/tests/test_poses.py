@@ -62,6 +62,8 @@ def test_the_target_is_turned_from_the_query_and_its_class_is_the_label(largest)
     placed = np.tile(np.eye(4, dtype=np.float32), (1000, poses.TOKENS, 1, 1))
     placed[..., :3, :3] = columns["matrices"].reshape(1000, -1, 3, 3)
     np.testing.assert_array_equal(columns["poses"], placed.reshape(1000, -1, 16))
+    seen = columns["relative_matrices"].reshape(1000, -1, 3, 3)
+    np.testing.assert_allclose(rotations[:, :1].numpy() @ seen, rotations, atol=1e-6)
     assert angles(rotations[:, 0]).max() <= math.radians(largest) + 1e-3
     wanted = rotations[:, :1] @ exponentials(poses.RELATIVE)
     distances = angles(wanted.mT @ rotations)[:, 1:]
@@ -127,6 +129,10 @@ def test_orientations_can_be_features(tmp_path):
 def test_cameras_that_see_the_marked_point_are_labelled(largest):
     columns = views.view_columns("validation", 1000, largest)
     placed = torch.tensor(columns["poses"], dtype=torch.float64).unflatten(-1, (4, 4))  # (1000, N, 4, 4)
+    # In the frame of the first camera, which depends on no motion.
+    seen = (torch.linalg.inv(placed[:, :1]) @ placed)[..., :3, :]  # (1000, N, 3, 4)
+    told = [columns[f"relative_{name}"].reshape(1000, 8, 3, -1) for name in ("matrices", "translations")]
+    np.testing.assert_allclose(np.concatenate(told, axis=-1), seen, atol=1e-5)
     # All columns are the same poses, rounded to float32.
     for part in (exponentials(columns["orientations"]), torch.tensor(columns["matrices"]).unflatten(-1, (3, 3))):
         torch.testing.assert_close(placed[..., :3, :3], part.double(), atol=1e-6, rtol=0)

@@ -162,6 +162,45 @@ def test_hands_of_centres_and_of_their_mirror_images(tmp_path):
     assert len(columns["labels"]) == 2 * len(set(evaluation.scaffolds)) > 0
 
 
+def test_frames_made_of_the_neighbours_of_a_centre(tmp_path):
+    """They turn with the molecule: mirror images alone change the side of the third neighbour."""
+    write_centres(tmp_path / "centres.npz")
+    given, turned = (
+        handedness.handedness_columns(str(tmp_path / "centres.npz"), "train", 400, angle) for angle in (0, 180)
+    )
+    for name in ("ordered_matrices", "ordered_translations"):
+        np.testing.assert_allclose(turned[name], given[name], atol=1e-5)
+    # Seen from each other, the atoms stay where they are.
+    ordered = {name: given[f"ordered_{name}"] for name in ("matrices", "translations")}
+    for one, other in zip(relative(ordered), relative(given)):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    kinds = given["features"][:, 1:, 1:5].argmax(axis=-1)  # (400, 4), H, C, N, O
+    order = 1 + kinds.argsort(axis=1)[:, :0:-1, None]  # (400, 3, 1), O, N, C
+    oxygen, nitrogen, carbon = np.take_along_axis(given["ordered_translations"], order, axis=1).swapaxes(0, 1)
+    np.testing.assert_allclose(oxygen[:, 1:], 0, atol=1e-5)
+    np.testing.assert_allclose(nitrogen[:, 2], 0, atol=1e-5)
+    assert (oxygen[:, 0] > 0).all() and (nitrogen[:, 1] > 0).all()
+    sides = np.linalg.det(np.take_along_axis(turned["translations"].astype(np.float64), order, axis=1))
+    np.testing.assert_array_equal(np.sign(carbon[:, 2]), np.sign(sides))
+    mirrored = given["ordered_translations"][::2] * np.array([1, 1, -1])
+    np.testing.assert_allclose(given["ordered_translations"][1::2], mirrored, atol=1e-5)
+
+
+def test_equal_atoms_are_ordered_by_those_around_them_and_by_their_distances():
+    numbers = np.array([[6, 6, 6, 35], [6, 6, 6, 1]], np.uint8)
+    spheres = np.zeros((2, 4, 8), np.uint8)
+    spheres[0, 2, :5] = 53  # beyond the largest uint8 together
+    places = np.random.default_rng(0).normal(size=(2, 5, 3))
+    around = places[:, 1:] - places[:, :1]
+    places[:, 1:] = places[:, :1] + around / np.linalg.norm(around, axis=-1, keepdims=True) * [[2], [1], [3], [4]]
+    columns = {"matrices": np.tile(np.eye(3).ravel(), (2, 5, 1)), "translations": places}
+    ordered = handedness.ordered_columns(numbers, spheres, columns)["ordered_translations"]
+    np.testing.assert_allclose(ordered[:, 0], 0, atol=1e-6)
+    for seen, first, second in zip(ordered, (4, 3), (3, 1)):
+        np.testing.assert_allclose([*seen[first, 1:], seen[second, 2]], 0, atol=1e-6)
+        assert seen[first, 0] > 0 and seen[second, 1] > 0
+
+
 def test_atoms_on_a_line_with_the_centre_do_not_lie_beside(tmp_path):
     """As in nitriles: the frames stay orthonormal."""
     centres = write_centres(tmp_path / "centres.npz")
