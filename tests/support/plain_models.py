@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from encoding_cases import GRID_CONVENTIONS, OWN_PLAIN
 from huggingface_hub.errors import StrictDataclassError
+from plain_outputs import call, compare_outputs, relative, relative_norm, results
 from torch import nn
 
 import hf_liere
@@ -373,41 +374,6 @@ def compare_folded(case, ours, plain, calls):
     plain.load_state_dict(ours.state_dict())
     for inputs in calls:
         yield from compare_outputs("folded", call(folded, inputs), call(plain, inputs), case.bounds[0])
-
-
-@torch.no_grad()
-def call(model, inputs):
-    return results(model(**inputs))
-
-
-def results(outputs) -> dict[str, torch.Tensor]:
-    found = {
-        name: x for name in ("loss", "logits", "reconstruction") if (x := getattr(outputs, name, None)) is not None
-    }
-    maps = getattr(outputs, "feature_maps", ())
-    return found | {f"map {index}": x for index, x in enumerate(maps)}
-
-
-def compare_outputs(what, found, expected, bound):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        # A loss may be small by accident.
-        yield f"{name} of {what}", relative(value, expected[name], 1.0 if name == "loss" else 0.0), bound
-
-
-def relative(found, expected, smallest: float = 0.0) -> float:
-    """Largest difference by the largest number, or the smallest that counts; infinite for other shapes or NaN."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return torch.inf
-    size = max(expected.abs().max().item(), smallest)
-    difference = (found - expected).abs().max().item()
-    return torch.inf if difference != difference else difference / size if size else difference
-
-
-def relative_norm(found, expected, smallest: float) -> float:
-    """Norm of the difference by that of the gradient, or by the smallest norm that counts."""
-    difference = (found - expected).norm().item() / max(expected.norm().item(), smallest, 1e-30)
-    return torch.inf if difference != difference else difference
 
 
 def compare(number: int) -> list[str]:
