@@ -189,14 +189,14 @@ def test_frames_made_of_the_neighbours_of_a_centre(tmp_path):
 def test_equal_atoms_are_ordered_by_those_around_them_and_by_their_distances():
     numbers = np.array([[6, 6, 6, 35], [6, 6, 6, 1]], np.uint8)
     spheres = np.zeros((2, 4, 8), np.uint8)
-    spheres[0, 2, :5] = 53  # beyond the largest uint8 together
+    spheres[0, 1] = 32  # one more than the largest uint8 together, around the nearest
     places = np.random.default_rng(0).normal(size=(2, 5, 3))
     around = places[:, 1:] - places[:, :1]
     places[:, 1:] = places[:, :1] + around / np.linalg.norm(around, axis=-1, keepdims=True) * [[2], [1], [3], [4]]
     columns = {"matrices": np.tile(np.eye(3).ravel(), (2, 5, 1)), "translations": places}
     ordered = handedness.ordered_columns(numbers, spheres, columns)["ordered_translations"]
     np.testing.assert_allclose(ordered[:, 0], 0, atol=1e-6)
-    for seen, first, second in zip(ordered, (4, 3), (3, 1)):
+    for seen, first, second in zip(ordered, (4, 3), (2, 1)):
         np.testing.assert_allclose([*seen[first, 1:], seen[second, 2]], 0, atol=1e-6)
         assert seen[first, 0] > 0 and seen[second, 1] > 0
 
