@@ -5,7 +5,6 @@ import copy
 from functools import partial
 from types import ModuleType
 
-import diffusion_cases
 import patching_cases
 import pytest
 import rope_cases
@@ -99,6 +98,9 @@ def patched(cases, name, start):
 
 
 def flux(encoding):
+    pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
+    import diffusion_cases
+
     case = diffusion_cases.BY_NAME["FluxTransformer2DModel"]
     model = case.build()
     if encoding != "absolute":

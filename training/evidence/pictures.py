@@ -80,7 +80,8 @@ WORLD_AXIS, WORLD_ANGLES = (1 / 3, 2 / 3, 2 / 3), torch.linspace(0, 2 * torch.pi
 ORIENTED = {
     "LieRE from so(3), frozen": "LieRE from so(3), frozen",
     "LieRE from so(3), learned": "LieRE from so(3), learned",
-    "no rotations, orientations as features": "rotation matrices as features, two layers",
+    "features in the query's frame": "rotation matrices in the frame of the query, as features, two layers",
+    "features in the world's frame": "rotation matrices as features, two layers",
     "Axial RoPE": "Axial RoPE",
     "LieRE8 from its usual start": "LieRE8, usual start",
 }
@@ -272,7 +273,7 @@ def draw_poses() -> dict[str, str]:
             axis.text(right + 1, place, f"{right:.1f}%", va="center", fontsize=11)
         axis.set(xlim=(0, 115), ylim=(len(bars) - 0.7, -1.1), xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
-        title = "LieRE from so(3) answers in all orientations\nafter training within 30° of one"
+        title = "Rotations from so(3), and the query's frame, answer\nin all orientations after training within 30° of one"
         axis.set_title(title, fontsize=12, loc="left", weight="bold")
         axis.text(0, -0.85, "right answers, mean of ten seeds", va="bottom", fontsize=10)
 
