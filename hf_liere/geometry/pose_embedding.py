@@ -5,7 +5,6 @@ in every model that hands further arguments of `forward` on to its attention, as
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -442,10 +441,13 @@ def _check_reference(reference: torch.Tensor, poses: torch.Tensor) -> torch.Tens
 
 
 def _read_sides(image_size: Any) -> tuple[float, float]:
-    with suppress(TypeError, ValueError):
+    # Graphs of torch 2.9 have no `suppress`.
+    try:
         height, width = image_size
         if 0 < height < float("inf") and 0 < width < float("inf"):
             return height, width
+    except (TypeError, ValueError):
+        pass
     raise ValueError(
         f"image_size={image_size!r} must be (height, width) of the image in the pixels of intrinsics, two positive "
         "numbers."

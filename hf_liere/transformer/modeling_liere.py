@@ -73,13 +73,13 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
-        assert positions is not None, "a model with rotations has positions"
-        if self.config.position_table_size is not None and not self.config.rotate_prefix:
+        if positions is not None and self.config.position_table_size is not None and not self.config.rotate_prefix:
             # A learned table places prefix tokens that are not rotated.
             positions = positions.unrotate_prefix()
         if moves is None:
             rotations = self.rotary_encoding(positions, dtype)
             return rotations if kept is None else (rotation.select(kept) for rotation in rotations)
+        assert positions is not None, "a model whose tokens move has positions"
         if isinstance(positions, GroupedPositions):
             positions = TokenPositions(positions.padded(moves.shape[1]))
         places = positions.locate().coordinates  # (…, tokens, A)

@@ -273,7 +273,8 @@ def draw_poses() -> dict[str, str]:
             axis.text(right + 1, place, f"{right:.1f}%", va="center", fontsize=11)
         axis.set(xlim=(0, 115), ylim=(len(bars) - 0.7, -1.1), xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
-        title = "Rotations from so(3), and the query's frame, answer\nin all orientations after training within 30° of one"
+        title = "Rotations from so(3), and the query's frame, answer\n"
+        title += "in all orientations after training within 30° of one"
         axis.set_title(title, fontsize=12, loc="left", weight="bold")
         axis.text(0, -0.85, "right answers, mean of ten seeds", va="bottom", fontsize=10)
 
