@@ -77,6 +77,16 @@ def test_options_mean_the_same(encoding):
     torch.testing.assert_close(plain(query, key, *places), layer(query, key, *places), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("encoding", [name for name in on_axes(2) if name in OWN_PLAIN and name != "shares"])
+def test_shares_have_as_many_channels(encoding):
+    """Also where a part of the head is no whole number of blocks for every axis."""
+    for share in (0.1, 0.2, 0.25, 0.3, 0.55, 1.0):
+        shares = [[encoding, {"share": share, "axes": [0, 2], "block_size": block_size(encoding, 6, 2)}]]
+        plain = PLAIN_ENCODINGS["shares"](2, 24, 3, shares=shares)
+        layer = hf_liere.LieRotaryEmbedding(2, 24, 3, shares)
+        assert [part.head_dim for part in plain.parts] == layer.encoding.widths, share
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_wrong_input_is_refused(encoding):
     kind = PLAIN_ENCODINGS[encoding]

@@ -557,7 +557,7 @@ class Shares(LieRotary):
         for name, given in self.shares:
             kind, fields = ENCODINGS[name], {"share_heads": self.share_heads, **given}
             axes, size = fields.pop("axes", [*range(self.num_axes)]), fields.pop("block_size", None)
-            step = (size or kind.default_size or 2) * (len(axes) if kind is ComRoPEAxialPartition else 1)
+            step = (size or kind.default_size or 2) * (len(axes) if kind in (AxialRoPE, ComRoPEAxialPartition) else 1)
             share = round(fields.pop("share", 1 / len(self.shares)) * self.head_dim / step)
             width = min(max(share, 1), (self.head_dim - sum(each.head_dim for each in self.parts)) // step) * step
             sizes = {"num_key_value_heads": self.key_heads, "num_layers": self.num_layers}
