@@ -72,7 +72,8 @@ class _Tokens(nn.Module):
             raise ExportError(
                 f"{given}: the inputs of {type(model).__name__} are tokens, of any number; leave these out."
             )
-        self.model = model
+        # Cached keys are in the basis of the folded model, so that outputs are compared with its own.
+        self.model = model = model.fold_rotations() if _folds(model) else model
         with torch.no_grad():
             output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
         cache = output[cache_name(output) or ""]
@@ -107,12 +108,11 @@ class _Tokens(nn.Module):
 
     @torch.no_grad()
     def trace(self) -> tuple[torch.export.ExportedProgram, dict[str, dict]]:
-        module = _Tokens(self.model.fold_rotations()) if _folds(self.model) else self
         batch, tokens, past = torch.export.Dim("batch"), torch.export.Dim("tokens"), torch.export.Dim("past", min=0)
         shapes = {"input_ids": {0: batch, 1: tokens}, "past": dict.fromkeys(self.empty, {0: batch, 2: past})}
         # The graph must not ask whether there are earlier tokens.
-        example = module.draw(2, 3, 5)
-        program = _record(module, example, dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True)
+        example = self.draw(2, 3, 5)
+        program = _record(self, example, dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True)
         names = {0: "batch", 2: "past"}
         return program, {"input_ids": {0: "batch", 1: "tokens"}, "past": dict.fromkeys(self.empty, names)}
 
@@ -212,7 +212,9 @@ class _Pixels(nn.Module):
             dims |= {axis: extent * torch.export.Dim(f"patches_{axis}") for axis, extent in zip(sizes, self.patch)}
         # An already folded model has constants for its grids and computes the rotations of other grids.
         folds = encoding_of(own) is not None and own.folded_grids is None if own else _folds(self.model)
-        folds = folds and not (is_dynamic and has_exponential)
+        # Exponentials of shares stay in the graph: they are no constants of a grid.
+        shares = any(getattr(config, "shares", None) for config in encodings)
+        folds = folds and not (has_exponential and (is_dynamic or shares))
         exported = _Pixels(self.model.fold_rotations(grids=[grid]) if folds else self.model)
         program = _record(
             exported,

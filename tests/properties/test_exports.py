@@ -37,7 +37,13 @@ DYNAMIC = {"dynamic_size": True}
 # What is exported, with which options, inputs that the file takes, and one that it does not.
 ROWS = {
     **{
-        f"{encoding} {size}": (partial(ours, encoding, size), {}, ANY_SIZE, (1, 3, 16, 18))
+        # Half of the shares' channels need exponentials, which a file of any size has if it is asked to.
+        f"{encoding} {size}": (
+            partial(ours, encoding, size),
+            DYNAMIC if encoding == "shares" else {},
+            ANY_SIZE,
+            (1, 3, 16, 18),
+        )
         for encoding, size in (("none", None), *IMAGE_CASES)
         if encoding != "liere"
     },

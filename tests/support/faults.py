@@ -162,8 +162,8 @@ FAULTS = tuple(
         ),
         (
             "fold_rotations",
-            "if done is not None or not isinstance",
-            "if not isinstance",
+            "if done is not None or compose or content or not isinstance",
+            "if compose or content or not isinstance",
             "patching/test_folding.py::test_what_cannot_be_folded",
         ),
         (
