@@ -64,7 +64,8 @@ class LieREAttention(nn.Module):
             value, _ = of_values.rotate(value, value[:0])
 
         implementation = self.config._attn_implementation
-        refuse_ignored_poses(implementation, kwargs.get("poses"))
+        if (poses := kwargs.get("poses")) is not None:
+            refuse_ignored_poses(implementation, poses)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         if self.distance_weight is not None:
             bias = -self.distance_weight[:, None, None] * distances.unsqueeze(1)  # (1 or B, H, N, N)

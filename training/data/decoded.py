@@ -28,7 +28,7 @@ class DecodedFile:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.places = np.load(folder / PLACES)
+        self.places = np.load(folder / PLACES, allow_pickle=False)
         # A memmap's own slices take longer than an array's.
         self.pixels = np.memmap(folder / PIXELS, np.uint8, "r").view(np.ndarray)
         self.remarks = json.loads((folder / REMARKS).read_text(encoding="utf-8"))
