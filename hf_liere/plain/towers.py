@@ -40,8 +40,8 @@ HOW_TO_LOAD = "These weights have learned rotations: import hf_liere before load
 
 def refusal(patch: dict, model_type: str) -> str | None:
     """Why this file cannot rotate a model with this `rotary_patch`; `None` if it can."""
-    needed = {"position_encoding": list(ENCODINGS), "format_version": [1], "folded_grids": [None]}
-    needed["content_positions"] = needed["folded_grids"]
+    needed = {"position_encoding": list(ENCODINGS), "format_version": [1]}
+    needed |= dict.fromkeys(("folded_grids", "content_positions"), [None])
     wrong = [f"{name}={patch.get(name)!r}" for name, accepted in needed.items() if patch.get(name) not in accepted]
     wrong += [] if model_type in FAMILIES else [f"model_type={model_type!r}"]
     wrong += ["rotary_init='pretrained'"] if patch.get("rotary_init") == "pretrained" else []

@@ -10,12 +10,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..storage.saved_code import SavesItsCode
 
 
-def add_mask(attention_mask: Any, scores: torch.Tensor, implementation: str = "eager") -> torch.Tensor:
-    """(1 or B, H, N, N) scores and a mask of pairs; `ValueError` if the attention implementation takes other masks."""
-    if attention_mask is None and "flash" not in implementation:
+def add_mask(attention_mask: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+    """(1 or B, H, N, N) scores and a mask of pairs."""
+    if attention_mask is None:
         return scores
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 4:
-        raise ValueError(f"attn_implementation={implementation!r}: distance_axes need eager, sdpa or pose_embedding.")
     if attention_mask.dtype == torch.bool:
         return scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)  # (B, H, N, N)
     return scores + attention_mask  # (B, H, N, N)
@@ -32,8 +30,7 @@ def eager_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention that also returns its (B, H, N, N) weights."""
-    weights = torch.matmul(query, key.transpose(-1, -2)) * scaling  # (B, H, N, N)
-    weights = add_mask(attention_mask, weights)
+    weights = add_mask(attention_mask, torch.matmul(query, key.transpose(-1, -2)) * scaling)  # (B, H, N, N)
     weights = nn.functional.softmax(weights, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights  # (B, N, H, D), (B, H, N, N)

@@ -68,8 +68,11 @@ class LieREAttention(nn.Module):
             refuse_ignored_poses(implementation, poses)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         if self.distance_weight is not None:
+            has_pairs = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
+            if not has_pairs and (attention_mask is not None or "flash" in implementation):
+                raise ValueError(f"attn_{implementation=}: distance_axes need eager, sdpa or pose_embedding.")
             bias = -self.distance_weight[:, None, None] * distances.unsqueeze(1)  # (1 or B, H, N, N)
-            attention_mask = add_mask(attention_mask, bias.to(query.dtype), implementation)
+            attention_mask = add_mask(attention_mask, bias.to(query.dtype))
         # The implementations of transformers refuse empty batches.
         attended, weights = (attention_interface if input_shape[0] else eager_attention_forward)(
             self,
