@@ -12,7 +12,7 @@ from hf_liere.registers import Register, closest
 
 Kind = TypeVar("Kind", bound=type["Task"])
 TASKS = Register("dataset_name")
-# Of most tasks, for training and evaluation.
+# Of most tasks: for training, for evaluation, and for the data sets that are published.
 SPLITS = ("train", "validation", "test")
 
 

@@ -13,6 +13,8 @@ Guessing from the arrows alone is then right with probability `BAG_OF_CLIP_ARROW
 
 import numpy as np
 
+from training.common.tasks import SPLITS
+
 
 CELL = 12
 LABELS = ("up", "right", "down", "left")
@@ -20,7 +22,6 @@ STEPS = np.array([(-1, 0), (0, 1), (1, 0), (0, -1)])
 CLIP_LABELS = (*LABELS, "earlier", "later")
 # Frames, rows and columns.
 CLIP_STEPS = np.array([*np.pad(STEPS, ((0, 0), (1, 0))), (-1, 0, 0), (1, 0, 0)])
-SPLITS = ("train", "validation", "test")
 NUM_ARROWS = 8
 LETTERS = "ABCDE"
 # As in the paper's experiment: 800,000 examples, each seen once.

@@ -55,7 +55,7 @@ def solid(split: str, index: int, num_points: tuple[int, int]) -> tuple[np.ndarr
     plan = np.where(sides[:, None], _on_outlines(rng, outlines, count), _inside(rng, outlines, count))
     ends = rng.integers(2, size=count) * 2 - 1
     heights = np.where(sides, rng.uniform(-1, 1, count), ends) * height / 2
-    angle = math.pi * (rng.random() + SPLITS.index(split))
+    angle = math.pi * (rng.random() + (split != "train"))
     rotation = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
     positions = rng.uniform(0.7, 1.0) * np.column_stack([plan @ rotation, heights])
     positions += NOISE * rng.standard_normal(positions.shape)
