@@ -67,6 +67,13 @@ def test_queries_and_keys_are_rotated_by_the_model_and_then_by_ours(name, panels
             torch.testing.assert_close(found[:, head], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["llama_yarn", "llama_longrope"])
+def test_attention_factors_of_a_model_leave_its_bits(name):
+    model, inputs = build(name)
+    before = outputs(model, inputs)
+    assert same_bits(outputs(patch(model, composed()), inputs), before)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "dinov3"])
 def test_positions_of_the_model_and_of_each_sample(name):
