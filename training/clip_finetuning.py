@@ -35,6 +35,7 @@ if __name__ == "__main__":
 from training.common.arguments import AugmentationArguments, DataArguments
 from training.common.chance import describe_unlearned
 from training.common.command_line import parse_arguments
+from training.engine.claims import giving_back
 from training.engine.patching import PatchArguments
 from training.engine.runs import start
 from training.tasks.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
@@ -53,7 +54,9 @@ ARGUMENT_CLASSES = (
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Runs the script with the given command line, by default the process's own; returns the results of all models."""
     comparison = Comparison(*parse_arguments(arguments, ARGUMENT_CLASSES))
-    results = [result for name in comparison.patches for result in comparison.run(name)]
+    # Whoever keeps the traceback of an interrupted run, as notebooks do, keeps the comparison too.
+    with giving_back(*comparison.folders.values()):
+        results = [result for name in comparison.patches for result in comparison.run(name)]
     if comparison.args.process_index == 0:
         for result in results:
             interval = f"{result['accuracy_low']:.1%} – {result['accuracy_high']:.1%}"

@@ -66,12 +66,13 @@ def release(folder: Path) -> None:
 
 
 @contextmanager
-def giving_back(folder: Path) -> Iterator[None]:
-    """Releases a folder when the block ends, also by an error."""
+def giving_back(*folders: Path) -> Iterator[None]:
+    """Releases folders when the block ends, also by an error."""
     try:
         yield
     finally:
-        release(folder)
+        for folder in folders:
+            release(folder)
 
 
 def _release(place: Path, file: int) -> None:
