@@ -51,12 +51,11 @@ ARGUMENT_CLASSES = (
 )
 
 
+@giving_back()
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Runs the script with the given command line, by default the process's own; returns the results of all models."""
     comparison = Comparison(*parse_arguments(arguments, ARGUMENT_CLASSES))
-    # Whoever keeps the traceback of an interrupted run, as notebooks do, keeps the comparison too.
-    with giving_back(*comparison.folders.values()):
-        results = [result for name in comparison.patches for result in comparison.run(name)]
+    results = [result for name in comparison.patches for result in comparison.run(name)]
     if comparison.args.process_index == 0:
         for result in results:
             interval = f"{result['accuracy_low']:.1%} – {result['accuracy_high']:.1%}"

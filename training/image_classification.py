@@ -56,6 +56,7 @@ from training.data.images import load_images
 from training.data.native_sizes import NativeSize, check_native_sizes, default_to_square
 from training.data.sources import DataRequest
 from training.data.streaming import StreamedImages, open_stream
+from training.engine.claims import giving_back
 from training.engine.classification import ClassifierArguments, build_classifier, relabel, train_classifier
 from training.engine.fine_tuning import (
     FineTuningTrainer,
@@ -79,6 +80,7 @@ ARGUMENT_CLASSES = (
 )
 
 
+@giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
     *parsed, tuning, args = parse_arguments(arguments, ARGUMENT_CLASSES)

@@ -40,6 +40,7 @@ from hf_liere.errors import InputError
 from training.common.command_line import parse_arguments
 from training.common.records import describe_examples
 from training.data.texts import TextDataArguments, TokenBlocks, collate_blocks, load_texts
+from training.engine.claims import giving_back
 from training.engine.model_setup import check_checkpoint_keys
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.trainer import ranks_and_losses
@@ -58,6 +59,7 @@ from training.tasks.language.models import LanguageMetrics, LanguageTrainer, bui
 ARGUMENT_CLASSES = (LanguageModelArguments, LanguagePatchArguments, TextDataArguments, LanguageTrainingArguments)
 
 
+@giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
     model_args, patch_args, data_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)

@@ -32,6 +32,7 @@ from training.common.arguments import ModelArguments, RunArguments
 from training.common.command_line import parse_arguments
 from training.data.detection_data import DetectionCollator, DetectionDataArguments, DetectionExamples, load_detections
 from training.data.sources import DataRequest, take_fraction
+from training.engine.claims import giving_back
 from training.engine.model_setup import resolve_image_size, resolve_processor
 from training.engine.runs import prepare_output_dir, run, start
 from training.tasks.detection.detection_trainer import CocoMetrics, DetectionTrainer
@@ -41,6 +42,7 @@ from training.tasks.detection.detectors import DetectorArguments, build_config, 
 ARGUMENT_CLASSES = (ModelArguments, DetectorArguments, DetectionDataArguments, RunArguments)
 
 
+@giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
     model_args, detector_args, data_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)

@@ -40,6 +40,7 @@ from training.common.arguments import RunArguments, TokensModelArguments
 from training.common.command_line import parse_arguments
 from training.common.records import describe_examples
 from training.data.tokens import TokenDataArguments, TokenExamples, load_tokens, token_collator
+from training.engine.claims import giving_back
 from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.token_setup import attend_by_poses, resolve_tokens_config
@@ -50,6 +51,7 @@ ARGUMENT_CLASSES = (TokensModelArguments, TokenDataArguments, RunArguments)
 AUTO_CLASSES = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
 
 
+@giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
     model_args, data_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)

@@ -42,6 +42,7 @@ from training.data.augmentation import EvaluationView
 from training.data.clips import ClipReader, EvaluationClips, TrainingClips
 from training.data.sources import DataRequest, take_fraction
 from training.data.video_data import VideoDataArguments, load_clips
+from training.engine.claims import giving_back
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
 from training.engine.model_setup import (
     is_physical,
@@ -56,6 +57,7 @@ from training.engine.runs import prepare_output_dir, start
 ARGUMENT_CLASSES = (VideoModelArguments, VideoDataArguments, AugmentationArguments, ConditionArguments, RunArguments)
 
 
+@giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
     given = ClassifierArguments(*parse_arguments(arguments, ARGUMENT_CLASSES))

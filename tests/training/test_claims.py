@@ -1,6 +1,5 @@
 """Runs that start in one folder at the same time: one gets it, and whoever has it may be killed."""
 
-import gc
 import os
 import re
 import subprocess
@@ -10,8 +9,9 @@ import pytest
 from checkout import ROOT
 
 from hf_liere.errors import InputError
+from training import token_classification
 from training.common.arguments import RunArguments
-from training.engine.claims import CLAIM, claim, release
+from training.engine.claims import CLAIM, claim, giving_back, release
 from training.engine.runs import prepare_output_dir
 
 
@@ -25,16 +25,12 @@ from training.engine.claims import claim
 
 sys.stdin.readline()
 try:
-    claim(Path(sys.argv[1]), owner := Path)
+    claim(Path(sys.argv[1]))
     print("taken", flush=True)
 except InputError as error:
     print(error, flush=True)
 sys.stdin.read()
 """
-
-
-class Owner:
-    pass
 
 
 def start_taker(folder):
@@ -55,15 +51,21 @@ def arguments(folder, **options):
 @pytest.mark.parametrize("second", [{}, {"overwrite_output_dir": True}, {"seed": 1}])
 def test_a_second_run_of_this_process_is_refused(tmp_path, second):
     first = arguments(tmp_path / "run")
+    with giving_back():
+        prepare_output_dir(first)
+        with pytest.raises(InputError, match=rf"{IN_USE} \(process {os.getpid()} on .*another folder"):
+            prepare_output_dir(arguments(tmp_path / "run", **second))
+        with pytest.raises(InputError, match=IN_USE):
+            prepare_output_dir(arguments(tmp_path / "elsewhere" / ".." / "run", **second))
     prepare_output_dir(first)
-    with pytest.raises(InputError, match=rf"{IN_USE} \(process {os.getpid()} on .*another folder"):
-        prepare_output_dir(arguments(tmp_path / "run", **second))
-    with pytest.raises(InputError, match=IN_USE):
-        prepare_output_dir(arguments(tmp_path / "elsewhere" / ".." / "run", **second))
-    del first
-    # Arguments are in a cycle.
-    gc.collect()
-    prepare_output_dir(arguments(tmp_path / "run"))
+
+
+def test_who_keeps_the_error_of_a_run_keeps_no_folder(tmp_path):
+    """As notebooks do."""
+    run = ["--dataset_name", "solids", "--output_dir", str(tmp_path / "run"), "--use_cpu", "true", "--do_train", "true"]
+    with pytest.raises(InputError, match="absent") as kept:
+        token_classification.main([*run, "--model_name_or_path", str(tmp_path / "absent")])
+    assert kept.traceback and not (tmp_path / "run" / CLAIM).exists()
 
 
 def test_a_refused_folder_stays_free(tmp_path):
@@ -92,8 +94,7 @@ def test_one_of_several_processes_gets_a_folder_until_it_is_killed(tmp_path):
         winner.wait()
         # Its claim is left, and means nothing.
         assert (tmp_path / CLAIM).exists()
-        owner = arguments(tmp_path)
-        prepare_output_dir(owner)
+        prepare_output_dir(arguments(tmp_path))
         assert str(os.getpid()) in (tmp_path / CLAIM).read_text()
     finally:
         for taker in takers:
@@ -103,8 +104,7 @@ def test_one_of_several_processes_gets_a_folder_until_it_is_killed(tmp_path):
 
 @pytest.mark.parametrize("ends", ["worker", "run"])
 def test_workers_neither_keep_nor_end_a_claim(tmp_path, ends):
-    owner = Owner()
-    claim(tmp_path, owner)
+    claim(tmp_path)
     (tmp_path / CLAIM).read_text()
     reading, writing = os.pipe()
     worker = os.fork()
@@ -112,16 +112,15 @@ def test_workers_neither_keep_nor_end_a_claim(tmp_path, ends):
         os.close(writing)
         if ends == "run":
             os.read(reading, 1)
-        del owner
         release(tmp_path)
         os._exit(0)
     if ends == "worker":
         os.waitpid(worker, 0)
     with pytest.raises(InputError, match=IN_USE):
-        claim(tmp_path, Owner())
+        claim(tmp_path)
     release(tmp_path)
     assert not (tmp_path / CLAIM).exists()
-    claim(tmp_path, owner)
+    claim(tmp_path)
     os.close(writing)
     if ends == "run":
         os.waitpid(worker, 0)

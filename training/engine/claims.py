@@ -4,11 +4,9 @@ import json
 import os
 import platform
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging
 
@@ -28,9 +26,9 @@ logger = logging.get_logger(__name__)
 _claims: dict[Path, int] = {}
 
 
-def claim(folder: Path, owner: Any) -> None:
+def claim(folder: Path) -> None:
     """
-    Takes a writable folder for a run, until [`release`], the end of the process, or that of the object `owner`.
+    Takes a writable folder for a run, until [`release`], the end of a block [`giving_back`] or of the process.
 
     Raises:
         InputError: if another run, in any process, has it.
@@ -50,7 +48,6 @@ def claim(folder: Path, owner: Any) -> None:
         os.truncate(file, 0)
         os.write(file, json.dumps(about).encode())
         _claims[place] = file
-        weakref.finalize(owner, _release, place, file)
         return
     raise InputError(
         f"--output_dir {str(folder)!r} is that of a run that has not ended{_describe(place)}; accepted: another "
@@ -66,12 +63,13 @@ def release(folder: Path) -> None:
 
 
 @contextmanager
-def giving_back(*folders: Path) -> Iterator[None]:
-    """Releases folders when the block ends, also by an error."""
+def giving_back() -> Iterator[None]:
+    """Releases the folders that were taken in a block, or a decorated function, when it ends, also by an error."""
+    before = set(_claims)
     try:
         yield
     finally:
-        for folder in folders:
+        for folder in _claims.keys() - before:
             release(folder)
 
 

@@ -35,7 +35,7 @@ from training.common.heap import keep_freed_memory
 from training.common.messages import is_lost_worker, reason
 from training.common.process_group import leave_process_group
 from training.common.records import environment, remove_private, write_record
-from training.engine.claims import claim, giving_back, release
+from training.engine.claims import claim, release
 from training.engine.progress import quiet_libraries
 from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.saving import StoppedError, require_writable
@@ -88,7 +88,7 @@ def prepare_output_dir(args: RunArguments) -> str | None:
         raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
     checkpoint = _resumed_checkpoint(args)
     if args.process_index == 0:
-        claim_folder(args, owner=args)
+        claim_folder(args)
     if args.resume_from_hub:
         with args.main_process_first(local=False, desc="fetching the checkpoint"):
             if args.process_index == 0:
@@ -99,7 +99,7 @@ def prepare_output_dir(args: RunArguments) -> str | None:
     return checkpoint
 
 
-def claim_folder(args: RunArguments, owner: Any) -> None:
+def claim_folder(args: RunArguments) -> None:
     """
     Takes the output directory for a run, see [`claims.claim`], if it is writable and contains no other run;
     `overwrite_output_dir` deletes another run that has ended.
@@ -109,7 +109,7 @@ def claim_folder(args: RunArguments, owner: Any) -> None:
     """
     folder = Path(args.output_dir)
     require_writable(folder)
-    claim(folder, owner)
+    claim(folder)
     try:
         _require_no_other_run(folder, args)
     except BaseException:
@@ -134,7 +134,7 @@ def run(
     described: dict[str, Any],
 ) -> dict[str, float]:
     """
-    Trains and evaluates as the trainer's arguments request, and gives the output directory back.
+    Trains and evaluates as the trainer's arguments request.
 
     Args:
         trainer: a trainer with data sets and `evaluation_seconds`. If its metrics have `examples`, the results of
@@ -147,31 +147,30 @@ def run(
         The last metrics.
     """
     args, metrics = trainer.args, {}
-    with giving_back(Path(args.output_dir)):
-        if trainer.is_world_process_zero():
-            resolved = {name: vars(arguments) for name, arguments in described.items()}
-            resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
-            _record(trainer, checkpoint, resolved)
-        if args.do_train:
-            trainer.starts_new = model_name_or_path is None
-            metrics = _train(trainer, checkpoint)
-        if args.do_eval:
-            metrics = trainer.evaluate()
-            metrics["eval_samples"] = len(trainer.eval_dataset)
-            trainer.log_metrics("eval", metrics)
-            trainer.save_metrics("eval", metrics)
-            if args.do_train and trainer.is_world_process_zero() and (unlearned := describe_unlearned(metrics)):
-                logger.warning(unlearned)
-            examples = getattr(trainer.compute_metrics, "examples", None)
-            if examples and trainer.is_world_process_zero():
-                replace_file(Path(args.output_dir) / EXAMPLES_FILE, save(examples))
-        if args.push_to_hub:
-            published = trainer.push_to_hub()
-            if published is not None:
-                print(f"Published: {published}")
-        # DeepSpeed's hooks keep the model otherwise, and with it a process group.
-        trainer.accelerator.free_memory()
-        return metrics
+    if trainer.is_world_process_zero():
+        resolved = {name: vars(arguments) for name, arguments in described.items()}
+        resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
+        _record(trainer, checkpoint, resolved)
+    if args.do_train:
+        trainer.starts_new = model_name_or_path is None
+        metrics = _train(trainer, checkpoint)
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        metrics["eval_samples"] = len(trainer.eval_dataset)
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+        if args.do_train and trainer.is_world_process_zero() and (unlearned := describe_unlearned(metrics)):
+            logger.warning(unlearned)
+        examples = getattr(trainer.compute_metrics, "examples", None)
+        if examples and trainer.is_world_process_zero():
+            replace_file(Path(args.output_dir) / EXAMPLES_FILE, save(examples))
+    if args.push_to_hub:
+        published = trainer.push_to_hub()
+        if published is not None:
+            print(f"Published: {published}")
+    # DeepSpeed's hooks keep the model otherwise, and with it a process group.
+    trainer.accelerator.free_memory()
+    return metrics
 
 
 def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) -> None:

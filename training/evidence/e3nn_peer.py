@@ -28,6 +28,7 @@ from training.common.arguments import RunArguments, TokensModelArguments, flag, 
 from training.common.command_line import parse_arguments
 from training.common.records import describe_examples
 from training.data.tokens import POSES, TokenDataArguments, TokenExamples, load_tokens, token_collator
+from training.engine.claims import giving_back
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
@@ -113,6 +114,7 @@ class PeerModel(PreTrainedModel):
         return {"logits": made.unflatten(-1, (2, -1)).sum(dim=-2).mean(dim=1)}
 
 
+@giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """One run; returns the last metrics."""
     model_args, data_args, peer_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)

@@ -94,7 +94,7 @@ class Comparison:
         if not self.is_resumed and not self.args.overwrite_output_dir and "" not in self.patches:
             require_free(self.args.output_dir, besides=MODEL_FOLDERS)
         for name in self.patches:
-            claim_folder(self.arguments_of(name), owner=self)
+            claim_folder(self.arguments_of(name))
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if not self.images.named:
