@@ -1,0 +1,563 @@
+"""Counts the tables of results again, from the stored json lines, by other code than the report's.
+
+    python training/evidence/recount.py
+
+Reads results/**/*.jsonl, computes every cell of results/report.md and of the archive's report, and looks up the figures
+in the tables of README.md and docs/ under the sections that they link. Rows and columns are assigned by the order of
+the lines. Prints how many figures agree, those that differ, with their line, and those of no stored line, such as a
+paper's, and compares the cards of checkpoints with the records beside them. Exits with 1 if a figure differs.
+
+Means, differences and p-values have to agree as printed. A bound of an interval is an order statistic of 5,000 random
+resamples: its place in the distribution follows a beta law, and the bound has to lie between the quantiles of other
+resamples at places that this law exceeds once in 100,000 times.
+"""
+
+import argparse
+import base64
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PAGES = ("README.md", "docs/results.md", "docs/choosing.md", "docs/real_weights.md")
+# The report's resamples of an interval, how many times as many are made here, and how rarely its bound lies outside.
+DRAWS, OWN, RARELY = 5000, 8, 1e-5
+WHOLE = ("settings", "condition", "metrics")
+# Settings that tell seeds, or the folder of the weights.
+UNTOLD = ("seed", "evaluation_seed", "model_name_or_path")
+METRICS = ("eval_accuracy", "eval_auc", "eval_map", "eval_perplexity")
+PRECISIONS = {"AP": "", "AP50": "_50", "AP75": "_75", "APs": "_small", "APm": "_medium", "APl": "_large"}
+NUMBER = re.compile(r"[+−-]?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass
+class Counts:
+    """Figures that agree, sentences on those that differ, and on those that no line answers."""
+
+    page: str = ""
+    agree: int = 0
+    wrong: list[str] = field(default_factory=list)
+    unassigned: list[str] = field(default_factory=list)
+
+    def expect(self, good: bool, line: int, printed: str, found: object) -> None:
+        if good:
+            self.agree += 1
+        else:
+            self.wrong.append(f"{self.page}:{line}: printed {printed}, counted {found}")
+
+
+def merged(before: dict, changes: dict) -> dict:
+    return before | {
+        key: merged(before[key], value)
+        if key not in WHOLE and isinstance(value, dict) and isinstance(before.get(key), dict)
+        else value
+        for key, value in changes.items()
+    }
+
+
+def lines_of(path: Path) -> list[dict]:
+    """The complete lines of a file whose lines contain what differs from the previous one."""
+    lines: list[dict] = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        lines.append(line if "sweep" in line else merged(lines[-1], line))
+    return lines
+
+
+def told(settings: dict) -> str:
+    return json.dumps({k: v for k, v in settings.items() if k not in UNTOLD and v is not None}, sort_keys=True)
+
+
+def unpacked(text: str, kind: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind).astype(float)
+
+
+class Cell:
+    """The lines of one model under one condition: `values` (seeds, draws, examples)."""
+
+    def __init__(self, lines: list[dict], groups: list[int], metric: str | None = None):
+        self.lines, self.groups = lines, groups
+        self.metric = metric or [name for name in METRICS if name in lines[0]["metrics"]][-1]
+        self.scale = 100.0 if self.metric == "eval_accuracy" else 1.0
+        runs: dict = {}
+        for line in lines:
+            runs.setdefault(line["settings"].get("seed"), {})[line["condition"].get("evaluation_seed")] = line
+        self.seeds, self.error = list(runs), 0.0
+        single = [[self.single(line) for line in draws.values()] for draws in runs.values()]
+        lengths = {len(values) if values is not None else 0 for draws in single for values in draws}
+        if len({tuple(draws) for draws in runs.values()}) > 1:
+            self.values = np.array([[[np.mean([self.plain(line) for line in d.values()])]] for d in runs.values()])
+        elif len(lengths) == 1 and 0 not in lengths:
+            self.values = np.array(single, float)
+        else:
+            self.values = np.array([[[self.plain(line)] for line in draws.values()] for draws in runs.values()])
+            low, high = ([self.plain(line, end) for line in lines] for end in ("_low", "_high"))
+            self.error = float(np.mean(np.subtract(high, low))) / 2 / 1.959964 if None not in low + high else 0.0
+
+    def plain(self, line: dict, end: str = "") -> float | None:
+        value = line["metrics"].get(self.metric + end)
+        return math.log(value) if self.metric == "eval_perplexity" and value is not None else value
+
+    def single(self, line: dict) -> np.ndarray | None:
+        """The values of examples, or of documents and groups: m + w (x − m) has the weighted mean m."""
+        if self.metric == "eval_accuracy" and line.get("correct") is not None:
+            bits = np.unpackbits(np.frombuffer(base64.b64decode(line["correct"]), np.uint8))[: line["examples"]]
+            assert abs(bits.mean() - line["metrics"]["eval_accuracy"]) < 1e-5
+            if not self.groups:
+                return bits.astype(float)
+            sizes = np.array(self.groups, float)
+            values = np.array([part.mean() for part in np.split(bits, np.cumsum(self.groups)[:-1])])
+        else:
+            sizes = unpacked(line["sizes"], "<u4") if "sizes" in line else np.ones(1)
+            if self.metric == "eval_accuracy" and "right" in line:
+                values = unpacked(line["right"], "<u4") / sizes
+            elif self.metric in ("eval_loss", "eval_perplexity") and "losses" in line:
+                values = unpacked(line["losses"], "<f2")
+            else:
+                return None
+        weights = sizes * len(sizes) / sizes.sum()
+        mean = float((weights * values).sum() / (weights * np.ones_like(values)).sum())
+        return mean + weights * (values - mean)
+
+    def shown(self, value: float) -> float:
+        if self.metric == "eval_perplexity":
+            return math.exp(value)
+        return value if self.metric == "eval_loss" else self.scale * min(max(value, 0), 1)
+
+    def difference(self, value: float) -> float:
+        return 100 * math.expm1(value) if self.metric == "eval_perplexity" else self.scale * value
+
+    @property
+    def mean(self) -> float:
+        return self.shown(self.values.mean())
+
+    @property
+    def by_seed(self) -> list[float]:
+        return [self.shown(seed.mean()) for seed in self.values]
+
+    def durations(self, goal: float) -> list[tuple[int, bool]]:
+        found = []
+        for line in self.lines:
+            samples = line["run"]["examples"]["train"]["samples"]
+            reached = [epoch for epoch, accuracy in line["history"] if accuracy >= goal]
+            found.append((round((reached or [line["history"][-1][0]])[0] * samples), bool(reached)))
+        return found
+
+    def bounds(self) -> list[tuple[float, float]] | None:
+        """Between which figures either bound of the 95% interval lies; `None` with few seeds or draws."""
+        seeds, draws, examples = self.values.shape
+        if seeds < 5 or 1 < draws < 5:
+            return None
+        parts = components(self.values, self.error)
+        error, freedom = welch(parts)
+        if error == 0:
+            return [(self.mean, self.mean)] * 2
+        random = np.random.default_rng(77)
+        of_seeds = random.multinomial(seeds, [1 / seeds] * seeds, (OWN, DRAWS)) / seeds
+        of_draws = random.multinomial(draws, [1 / draws] * draws, (OWN, DRAWS)) / draws
+        per_run = (drawn(examples) @ self.values.reshape(-1, examples).T).reshape(DRAWS, seeds, draws)
+        means = np.einsum("ors,ord,rsd->or", of_seeds, of_draws, per_run, optimize=True).ravel()
+        means = np.sort(means + self.error * random.standard_normal(OWN * DRAWS))
+        narrower = welch([(variance * (n / (n + 1) if n < math.inf else 1), n) for variance, n in parts])[0]
+        tail = stats.norm.sf(stats.t.isf(0.025, freedom) * error / narrower)
+        # Both samples are random: the place of one bound among the other's resamples.
+        both = DRAWS * OWN / (1 + OWN)
+        places = stats.beta(tail * both + 0.5, (1 - tail) * both + 0.5).ppf([RARELY, 1 - RARELY])
+        first, last = (int(place * len(means)) for place in places)
+        ends = (means[first], means[last]), (means[-1 - last], means[-1 - first])
+        return [(self.shown(low), self.shown(high)) for low, high in ends]
+
+
+@lru_cache(maxsize=2)
+def drawn(examples: int) -> np.ndarray:
+    """(draws, examples): the share of each example in a resample."""
+    random, counts = np.random.default_rng(examples + 1), np.zeros((DRAWS, examples), np.float32)
+    for row in counts:
+        row += np.bincount(random.integers(0, examples, examples), minlength=examples)
+    return counts.astype(float) / examples
+
+
+def components(values: np.ndarray, error: float) -> list[tuple[float, float]]:
+    """Variances of the mean due to seeds, draws and examples, with degrees of freedom."""
+    means = [values.mean(axis=tuple(other for other in range(3) if other != axis)) for axis in range(3)]
+    parts = [(float(np.var(some, ddof=1)) / len(some), len(some) - 1) for some in means if len(some) > 1]
+    return [*parts, *([(error**2, math.inf)] if error else [])]
+
+
+def welch(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    parts = list(parts)
+    total, spread = sum(variance for variance, _ in parts), sum(variance**2 / n for variance, n in parts)
+    return math.sqrt(total), total**2 / spread if spread else math.inf
+
+
+def t_test(cell: Cell, base: Cell, paired: bool, margin: float | None) -> tuple[float, float, float, float]:
+    """The difference, its 95% bounds and p."""
+    one, other = cell.values, base.values
+    if paired:
+        seeds = [components((one.mean((1, 2)) - other.mean((1, 2)))[:, None, None], 0)]
+    else:
+        seeds = [components(values.mean((1, 2))[:, None, None], 0) for values in (one, other)]
+    parts = [part for some in seeds for part in some]
+    same = one.shape[2] == other.shape[2] and (one.shape[1] == other.shape[1] or 1 in (one.shape[1], other.shape[1]))
+    if same and not cell.error + base.error:
+        parts += components((one.mean(0) - other.mean(0))[None], 0)
+    else:
+        parts += [part for some in (cell, base) for part in components(some.values.mean(0)[None], some.error)]
+    gap, (error, freedom) = one.mean() - other.mean(), welch(parts)
+    if error == 0:
+        return gap, gap, gap, float(gap == 0 if margin is None else abs(gap) >= margin)
+    reach = stats.t.isf(0.025, freedom) * error
+    p = (
+        2 * stats.t.sf(abs(gap) / error, freedom)
+        if margin is None
+        else stats.t.sf((margin - abs(gap)) / error, freedom)
+    )
+    return gap, gap - reach, gap + reach, float(p)
+
+
+def fisher(first: list[bool], second: list[bool]) -> float:
+    law = stats.hypergeom(len(first) + len(second), sum(first) + sum(second), len(first))
+    chances = law.pmf(np.arange(len(first) + 1))
+    return float(min(1, chances[chances <= law.pmf(sum(first)) * (1 + 1e-7)].sum()))
+
+
+def log_rank(first: list[tuple[int, bool]], second: list[tuple[int, bool]]) -> float:
+    gap = variance = 0.0
+    for time in {time for time, ended in first + second if ended}:
+        sizes = [sum(t >= time for t, _ in some) for some in (first, second)]
+        ends = [sum(t == time and ended for t, ended in some) for some in (first, second)]
+        n, d, share = sum(sizes), sum(ends), sizes[0] / sum(sizes)
+        gap += ends[0] - d * share
+        variance += d * share * (1 - share) * (n - d) / (n - 1) if n > 1 else 0
+    return float(2 * stats.norm.sf(abs(gap) / math.sqrt(variance))) if variance else 1.0
+
+
+def value_of(text: str) -> float:
+    return float(text.replace("−", "-").replace(",", ""))
+
+
+def agrees(text: str, low: float, high: float | None = None) -> bool:
+    """Whether a printed number is a value, or between two, as it is rounded."""
+    half = 0.5 * 10.0 ** -len(text.partition(".")[2]) * (1 + 1e-6)
+    return low - half <= value_of(text) <= (low if high is None else high) + half
+
+
+def p_agrees(text: str, p: float) -> bool:
+    if text.startswith("<"):
+        return p < 1e-4
+    printed = float(text.removeprefix("= "))
+    return abs(printed - p) <= 0.50001 * 10 ** (math.floor(math.log10(printed)) - 1) if printed else p == 0
+
+
+class Section:
+    """The lines of a sweep as cells, and its tables in a page."""
+
+    def __init__(self, path: Path, sweeps: Path):
+        file = sweeps / f"{path.stem}.yaml"
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        groups = re.search(r"^groups: \[([\d, ]+)\]", text, re.MULTILINE)
+        self.groups = list(map(int, groups[1].split(","))) if groups else []
+        self.paired = bool(re.search(r"^paired: true", text, re.MULTILINE))
+        self.rows: dict[str, dict[str, list[dict]]] = {}
+        for line in lines_of(path):
+            self.rows.setdefault(told(line["settings"]), {}).setdefault(told(line["condition"]), []).append(line)
+        self.columns = list(dict.fromkeys(column for cells in self.rows.values() for column in cells))
+        self.made: dict[tuple, Cell] = {}
+        self.row_of: dict[str, str] = {}
+        self.column_of: dict[str, str] = {}
+        # For pages that quote: a figure and, if it has one, where the bounds of its interval lie.
+        self.known: list[tuple[float, list[tuple[float, float]] | None]] = []
+
+    def cell(self, row: str, column: str, metric: str | None = None) -> Cell | None:
+        lines = self.rows[row].get(column)
+        if lines and (row, column, metric) not in self.made:
+            self.made[row, column, metric] = Cell(lines, self.groups, metric)
+        return self.made[row, column, metric] if lines else None
+
+    def read_tables(self, tables: list[tuple[int, list[list[str]]]], counts: Counts) -> None:
+        for line, (header, _, *rows) in tables:
+            if "parameters" in header:
+                columns = [name for name in header[3:] if name != "paper"]
+                if (len(rows), len(columns)) != (len(self.rows), len(self.columns)):
+                    counts.wrong.append(
+                        f"{counts.page}:{line}: {len(rows)} × {len(columns)} cells, counted "
+                        f"{len(self.rows)} × {len(self.columns)}"
+                    )
+                    return
+                self.row_of = dict(zip([row[0] for row in rows], self.rows))
+                self.column_of = dict(zip(columns, self.columns))
+            if header[1] == "against":
+                self.check_tests(line, header, rows, counts)
+                continue
+            for number, row in enumerate(rows, line + 2):
+                for name, text in zip(header[1:], row[1:]):
+                    self.check(number, header, name, row[0], text, counts)
+
+    def check(self, line: int, header: list[str], name: str, row: str, text: str, counts: Counts) -> None:
+        """One cell of a table of results."""
+        key, first = self.row_of[row], self.columns[0]
+        cell = self.cell(key, self.column_of.get(name, first))
+        goal = re.search(r"examples until (\d+)%", header[-1])
+        if name == "paper" or text in ("–", "not measured", ""):
+            counts.unassigned += [f"{counts.page}:{line}: {name} {text}"] if name == "paper" and text != "–" else []
+        elif name == "parameters":
+            found = cell.lines[0]["train_metrics"].get("parameters")
+            counts.expect(bool(found) and agrees(text, found), line, text, found)
+        elif name == "seeds":
+            counts.expect(int(text) == len(cell.seeds), line, text, len(cell.seeds))
+        elif goal and name == header[-1]:
+            self.check_median(line, text, cell.durations(int(goal[1]) / 100), counts)
+        elif goal:
+            self.check_share(line, text, [seed >= int(goal[1]) / 100 * cell.scale for seed in cell.by_seed], counts)
+        elif name in self.column_of and ("parameters" in header or not name.endswith(" shuffled")):
+            self.check_result(line, text, cell, counts)
+        else:
+            self.check_further(line, name, row, text, counts)
+
+    def check_further(self, line: int, name: str, row: str, text: str, counts: Counts) -> None:
+        """One cell of a table that the sweep's file asks for."""
+        key, first = self.row_of[row], self.columns[0]
+        cell = self.cell(key, self.column_of.get(name, first))
+        if name in ("highest of all epochs", "last epoch"):
+            runs = [[accuracy for _, accuracy in one["history"]] for one in cell.lines]
+            values = [100 * (max(run) if name[0] == "h" else run[-1]) for run in runs]
+            self.check_numbers(line, text, [np.mean(values), *(values if len(values) < 10 else ())], counts)
+        elif name in PRECISIONS:
+            values = [100 * one["metrics"][f"eval_map{PRECISIONS[name]}"] for one in cell.lines]
+            self.check_numbers(line, text, [np.mean(values), *(values if len(values) > 1 else ())], counts)
+        elif name in ("loss", "balanced accuracy"):
+            self.check_result(line, text, self.cell(key, first, f"eval_{name.replace(' ', '_')}"), counts)
+        elif name in ("epochs", "fewer than Absolute's"):
+            self.check_epochs(line, name, text, key, counts)
+        elif name in self.column_of:
+            before = self.cell(key, self.column_of["as trained"])
+            pairs = zip([before.mean, *before.by_seed], [cell.mean, *cell.by_seed])
+            values = [100 * (a - b) / a for a, b in pairs]
+            self.check_numbers(line, text, values if len(values) > 2 else values[:1], counts)
+        else:
+            counts.unassigned.append(f"{counts.page}:{line}: {name} {text}")
+
+    def check_numbers(self, line: int, text: str, values: list[float], counts: Counts) -> None:
+        printed = NUMBER.findall(text)
+        good = len(printed) == len(values) and all(map(agrees, printed, values))
+        counts.expect(good, line, text, values)
+        self.known += [(value, None) for value in values]
+
+    def check_result(self, line: int, text: str, cell: Cell, counts: Counts) -> None:
+        """A mean with its interval, the seeds, and the range of draws."""
+        shown, *rest = text.split("<br>")
+        printed, bounds = NUMBER.findall(shown), cell.bounds()
+        good = len(printed) == (1 if bounds is None else 3) and agrees(printed[0], cell.mean)
+        good = good and all(agrees(end, *place) for end, place in zip(printed[1:], bounds or ()))
+        counts.expect(good, line, text, (cell.mean, bounds))
+        self.known += [(cell.mean, bounds), *((seed, None) for seed in cell.by_seed)]
+        draws = [cell.shown(draw.mean()) for draw in cell.values.transpose(1, 0, 2)]
+        for part in rest:
+            values = [min(draws), max(draws)] if part.startswith("draws") else cell.by_seed
+            self.check_numbers(line, part, values, counts)
+
+    def check_share(self, line: int, text: str, reached: list[bool], counts: Counts) -> None:
+        k, n = sum(reached), len(reached)
+        low, high = stats.beta.ppf(0.025, k, n - k + 1) if k else 0, stats.beta.ppf(0.975, k + 1, n - k) if k < n else 1
+        self.check_numbers(line, text, [k, n, *((100 * low, 100 * high) if n >= 5 else ())], counts)
+
+    def check_median(self, line: int, text: str, durations: list[tuple[int, bool]], counts: Counts) -> None:
+        found = float(np.median([time if ended else math.inf for time, ended in durations]))
+        good = agrees(text, found) if text[0].isdigit() else text == "not reached" and found == math.inf
+        counts.expect(good, line, text, found)
+
+    def check_epochs(self, line: int, name: str, text: str, key: str, counts: Counts) -> None:
+        means = {}
+        for row in {self.row_of["Absolute"], key}:
+            lines = self.cell(row, self.columns[0]).lines
+            means[row] = [
+                (run[0][0], np.mean([value for _, value in run])) for run in zip(*(x["history"] for x in lines))
+            ]
+        base = means[self.row_of["Absolute"]]
+        if is_accuracy := self.cell(key, self.columns[0]).metric == "eval_accuracy":
+            last, goal = base[-1]
+        else:
+            last, goal = max(base, key=lambda point: point[1])
+        found = next((epoch for epoch, value in means[key] if value >= goal), math.inf)
+        if name != "epochs":
+            found = last / found if is_accuracy else 100 * (1 - found / last)
+        good = agrees(NUMBER.search(text)[0], found) if NUMBER.search(text) else not 0 < found < math.inf
+        counts.expect(good, line, text, found)
+
+    def check_tests(self, line: int, header: list[str], rows: list[list[str]], counts: Counts) -> None:
+        """All tests of a sweep: the correction is for the number of the distinct ones."""
+        tests, p_of = [], {}
+        for number, row in enumerate(rows, line + 2):
+            for name, text in zip(header[2:], row[2:]):
+                if text != "–":
+                    identity, gap, p = self.test(row[0], row[1], name)
+                    tests.append((number, text, identity, gap))
+                    p_of[identity] = p
+        order = sorted(p_of, key=p_of.get)
+        holm = np.maximum.accumulate([min(1, (len(order) - i) * p_of[one]) for i, one in enumerate(order)])
+        corrected = dict(zip(order, holm))
+        for number, text, identity, gap in tests:
+            figures, *said = text.split(", p ")
+            if text == "unchanged":
+                counts.expect(all(abs(value) < 1e-12 for value in gap), number, text, gap)
+                continue
+            p, corrected_p = said[0].split(", Holm ")
+            good = p_agrees(p, p_of[identity]) and p_agrees(corrected_p, corrected[identity])
+            counts.expect(good, number, said[0], (p_of[identity], corrected[identity]))
+            if gap and isinstance(gap[0], list):
+                for side, durations in zip(figures.split(" against "), gap):
+                    self.check_median(number, side, durations, counts)
+            else:
+                self.check_numbers(number, figures, gap, counts)
+                self.known += [(gap[0], [(end, end) for end in gap[1:]])] if len(gap) == 3 else []
+
+    def test(self, row: str, against: str, name: str) -> tuple[tuple, list, float]:
+        """What is compared, the figures of the difference, and p."""
+        column, *rest = name.split(": ")
+        if same := against in self.column_of:
+            sides = [(row, column), (row, against)]
+        else:
+            sides = [(row, column), (against, column)]
+        kind = rest[0] if rest else "mean"
+        metric = f"eval_{kind}" if kind == "loss" else None
+        cell, base = (self.cell(self.row_of[one], self.column_of[at], metric) for one, at in sides)
+        if base is None:
+            # Rows that are trained otherwise stand beside the condition without what this one changes.
+            changed = json.loads(self.column_of[column])
+            without = [told({k: v for k, v in changed.items() if k != key}) for key in changed]
+            base = next(filter(None, (self.cell(self.row_of[against], one, metric) for one in without)))
+        if goal := re.match(r"(seeds at|examples until) (\d+)%", kind):
+            level = int(goal[2]) / 100
+            if goal[1] == "seeds at":
+                first, second = ([seed >= level * c.scale for seed in c.by_seed] for c in (cell, base))
+                compared = frozenset(c.values.tobytes() for c in (cell, base))
+                return (kind, compared), [100 * (np.mean(first) - np.mean(second))], fisher(first, second)
+            sides = [c.durations(level) for c in (cell, base)]
+            return (kind, frozenset(map(tuple, sides))), sides, log_rank(*sides)
+        margin = re.match(r"equivalence within ±([\d.]+)", kind)
+        bound = float(margin[1]) / cell.scale if margin else None
+        *gap, p = t_test(cell, base, same or self.paired, bound)
+        compared = frozenset(c.values.tobytes() for c in (cell, base))
+        return (kind, compared), [cell.difference(value) for value in gap], p
+
+
+def tables_of(text: str, start: int = 1) -> list[tuple[int, list[list[str]]]]:
+    """The tables of a text with the numbers of their first lines."""
+    tables: list[tuple[int, list[list[str]]]] = []
+    before = False
+    for number, line in enumerate(text.splitlines(), start):
+        if line.startswith("|"):
+            if not before:
+                tables.append((number, []))
+            tables[-1][1].append([part.strip() for part in line.strip()[1:-1].split(" | ")])
+        before = line.startswith("|")
+    return tables
+
+
+def recount_report(page: Path, results: Path, sweeps: Path) -> tuple[Counts, dict[str, Section]]:
+    """Every section of a report, by its anchor."""
+    counts, sections = Counts(page.name), {}
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^## (\w+): (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
+        section = Section(results / found[1] / f"{found[2]}.jsonl", sweeps)
+        section.read_tables(tables_of(found[3], text[: found.start(3)].count("\n") + 1), counts)
+        sections[f"{found[1]}-{found[2]}"] = section
+    return counts, sections
+
+
+LINK = re.compile(r"report\.md#([\w-]+)")
+QUOTED = re.compile(r"(\d[\d,]*\.\d+)(?:\s?%)?(?: points)?(?: \(([+−-]?[\d.]+) – ([+−-]?[\d.]+)\))?")
+
+
+def recount_page(page: Path, sections: dict[str, Section]) -> Counts:
+    """The figures with decimals in the tables of a page, each of which one of the linked sections has to have."""
+    counts, text = Counts(page.name), page.read_text(encoding="utf-8")
+    for part in re.finditer(r"(?:^#|\A).*?(?=^#|\Z)", text, re.MULTILINE | re.DOTALL):
+        for line, rows in tables_of(part[0], text[: part.start()].count("\n") + 1):
+            for number, row in enumerate(rows[2:], line + 2):
+                # A table whose rows link sections has other sources in the rows that do not.
+                of_row, of_table, of_part = (LINK.findall(str(some)) for some in (row, rows, part[0]))
+                linked = [sections[anchor] for anchor in (of_row if of_table else of_part) if anchor in sections]
+                shown = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", " | ".join(row))
+                for figure in QUOTED.finditer(shown):
+                    if not linked or "Table " in shown:
+                        counts.unassigned.append(f"{page.name}:{number}: {figure[0]}")
+                    else:
+                        good = any(is_quoted(figure, *known) for section in linked for known in section.known)
+                        counts.expect(good, number, figure[0], "none like it in the sections that are linked")
+    return counts
+
+
+def is_quoted(figure: re.Match, value: float, bounds: list[tuple[float, float]] | None) -> bool:
+    """Whether a figure is a value, which may be a difference in the other direction."""
+    printed, *ends = figure.groups()
+    if ends[0] is None:
+        return agrees(printed, abs(value))
+    if bounds is None:
+        return False
+    turned = [(-high, -low) for low, high in bounds[::-1]]
+    return agrees(printed, abs(value)) and any(all(map(lambda e, b: agrees(e, *b), ends, s)) for s in (bounds, turned))
+
+
+def triples_of(record: object) -> Iterable[tuple[float, float, float]]:
+    """Every value of a json record that stands beside its bounds."""
+    for part in record.values() if isinstance(record, dict) else record if isinstance(record, list) else ():
+        yield from triples_of(part)
+    if isinstance(record, dict):
+        ends = [(key, f"{key}_low", f"{key}_high") for key in record if f"{key}_low" in record]
+        yield from (tuple(record[key] for key in keys) for keys in ends)
+
+
+# Cards print evaluations with changed positions, of which no record is stored.
+NOT_STORED = ("condition", "coordinates")
+
+
+def recount_card(card: Path) -> Counts:
+    """The figures with intervals in the tables of a checkpoint's card, by its metadata and the records beside it."""
+    counts, text = Counts(f"{card.parent.name}/{card.name}"), card.read_text(encoding="utf-8")
+    metadata = re.findall(r"value: (\S+)\n.*?low: (\S+)\n\s+high: (\S+)", text, re.DOTALL)
+    known = [tuple(map(float, some)) for some in metadata]
+    for record in card.parent.glob("*.json"):
+        known += triples_of(json.loads(record.read_text(encoding="utf-8")))
+    for line, rows in tables_of(text):
+        for number, row in enumerate(rows, line):
+            for figure in re.finditer(r"([\d.]+)(%?) \(([\d.]+)%? – ([\d.]+)%?\)", " | ".join(row)):
+                scale, printed = 100 if figure[2] else 1, (figure[1], *figure.groups()[2:])
+                good = any(all(agrees(p, scale * v) for p, v in zip(printed, some)) for some in known)
+                if rows[0][0] in NOT_STORED:
+                    counts.unassigned.append(f"{counts.page}:{number}: {figure[0]}")
+                else:
+                    counts.expect(good, number, figure[0], "none like it in the records beside the card")
+    return counts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder of json lines and reports")
+    parser.add_argument("--pages", type=Path, nargs="*", default=[ROOT / page for page in PAGES])
+    given = parser.parse_args(arguments)
+    made, sections = [], {}
+    for folder in (given.results, given.results / "archive"):
+        counts, some = recount_report(folder / "report.md", folder, HERE / "sweeps")
+        made.append(counts)
+        sections |= some
+    made += [recount_page(page, sections) for page in given.pages]
+    made += map(recount_card, sorted((ROOT / "training" / "checkpoints").glob("*/README.md")))
+    for counts in made:
+        print("\n".join(counts.wrong + [f"no stored line: {one}" for one in counts.unassigned]))
+        print(f"{counts.page}: {counts.agree} agree, {len(counts.wrong)} differ, {len(counts.unassigned)} not assigned")
+    return int(any(counts.wrong for counts in made))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
