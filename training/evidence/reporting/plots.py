@@ -179,6 +179,8 @@ def find_lines(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
     lines.clear()
     settings = [next(iter(cells.values())).results[0]["settings"] for cells in table.values()]
     numbers = {name for given in settings for name, value in given.items() if _is_number(name, value)}
+    # Scales are one number, or one for each axis.
+    numbers -= {name for given in settings for name, value in given.items() if isinstance(value, list)}
     varying = [name for name in sorted(numbers) if len({given.get(name) for given in settings}) > 2]
     if len(varying) != 1:
         return {}, ""
