@@ -135,6 +135,8 @@ def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool)
             f"layer does; name layer {source}, and leave out {reading}."
         )
     layers = [layer for layer in layers if layer not in reading]
+    if not layers:
+        raise ValueError(f"{tower.label}: each attention layer reads shared_kv_states; accepted: some make their keys.")
     skipped = tower.unrotated | _find_skipped(tower)
     unrotated = [layer for layer in layers if layer in skipped or not rotates(Probe.of(tower, layer))]
     if unrotated and (are_named or len(unrotated) == len(layers)):
