@@ -11,8 +11,8 @@ All other flags are passed to every run; `--recipe` replaces the sweep's recipe.
 output_dir/<sweep>.jsonl (reporting/result_lines.py), which report.py compares with the papers' figures. An interrupted
 sweep resumes when started again, and sweeps that share models in one output directory train them once. Processes on
 several cores or GPUs share a sweep with `--part 1/2`, `--part 2/2`. `--stored` names results of this sweep, such as
-those in `results/`, whose runs are not repeated: only seeds and settings that they lack are trained. `--seeds 20`
-trains seeds 0 … 19 of every model. `--dry_run` only lists the runs.
+those in `results/`, or of another one, whose runs are not repeated: only seeds and settings that they lack are trained.
+`--seeds 20` trains seeds 0 … 19 of every model. `--dry_run` only lists the runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, by
 another script if `script` is among them, and `evaluate` lists of conditions, all of whose combinations are evaluated; a
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> Path:
     share.add_argument(
         "--part", type=part_of, default=(1, 1), metavar="K/N", help="the K-th of every N runs, beside other processes"
     )
-    share.add_argument("--stored", type=Path, metavar="FILE", help="json lines of this sweep, whose runs are finished")
+    share.add_argument("--stored", type=Path, metavar="FILE", help="json lines whose runs are finished")
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -125,7 +125,7 @@ def collect(path: Path, runs: list[Run], stored: list[list[dict[str, Any]]], com
     if not PartialState().is_main_process:
         return
     results = [result for run, finished in zip(runs, stored) for result in finished or run.read(path.stem)]
-    write_results(path, [{**result, "command": command} for result in results])
+    write_results(path, [{**result, "sweep": path.stem, "command": command} for result in results])
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -263,7 +263,7 @@ def method(settings: dict[str, Any], script: str = "image_classification", shown
     name = {
         "none": {"clip_finetuning": "Absolute", "language_modeling": "RoPE as it was"}.get(script, "no positions"),
         "absolute": "Absolute",
-    }.get(encoding) or ENCODINGS[encoding].title
+    }.get(encoding) or (ENCODINGS[encoding].title if encoding in ENCODINGS else encoding)
     if encoding == "none" and rest.pop("pose_columns", None):
         name = "PoseEmbedding"
     elif encoding == "liere":

@@ -55,7 +55,7 @@ def test_sweeps_have_a_row_and_leave_the_batch_to_their_recipe(path):
 
 @pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_sweeps_name_models_that_exist(path, mini, tmp_path):
+def test_sweeps_name_models_that_exist(path, mini, tmp_path, registers_nothing):
     """Every combination of settings makes a model, and every condition is one that the script accepts for it."""
     sweep = sweeps.read_sweep(path, mini)
     # Seeds differ in nothing that is read here.
