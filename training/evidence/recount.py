@@ -37,6 +37,8 @@ WHOLE = ("settings", "condition", "metrics")
 UNTOLD = ("seed", "evaluation_seed", "model_name_or_path")
 METRICS = ("eval_accuracy", "eval_auc", "eval_map", "eval_perplexity")
 PRECISIONS = {"AP": "", "AP50": "_50", "AP75": "_75", "APs": "_small", "APm": "_medium", "APl": "_large"}
+# The name of what tests compare, beside those of rows.
+DIFFERENCE = "difference"
 NUMBER = re.compile(r"[+−-]?\d[\d,]*(?:\.\d+)?")
 
 
@@ -275,8 +277,8 @@ class Section:
         self.made: dict[tuple, Cell] = {}
         self.row_of: dict[str, str] = {}
         self.column_of: dict[str, str] = {}
-        # For pages that quote: a figure and, if it has one, where the bounds of its interval lie.
-        self.known: list[tuple[float, list[tuple[float, float]] | None]] = []
+        # For pages that quote: figures by rows, or "difference", and where the bounds of their intervals lie, if any.
+        self.known: dict[str, list[tuple[float, list[tuple[float, float]] | None]]] = {}
 
     def cell(self, row: str, column: str, metric: str | None = None) -> Cell | None:
         lines = self.rows[row].get(column)
@@ -305,6 +307,7 @@ class Section:
 
     def check(self, line: int, header: list[str], name: str, row: str, text: str, counts: Counts) -> None:
         """One cell of a table of results."""
+        self.quotable = self.known.setdefault(row, [])
         key, first = self.row_of[row], self.columns[0]
         cell = self.cell(key, self.column_of.get(name, first))
         goal = re.search(r"examples until (\d+)%", header[-1])
@@ -351,7 +354,7 @@ class Section:
         printed = NUMBER.findall(text)
         good = len(printed) == len(values) and all(map(agrees, printed, values))
         counts.expect(good, line, text, values)
-        self.known += [(value, None) for value in values]
+        self.quotable += [(value, None) for value in values]
 
     def check_result(self, line: int, text: str, cell: Cell, counts: Counts) -> None:
         """A mean with its interval, the seeds, and the range of draws."""
@@ -360,7 +363,7 @@ class Section:
         good = len(printed) == (1 if bounds is None else 3) and agrees(printed[0], cell.mean)
         good = good and all(agrees(end, *place) for end, place in zip(printed[1:], bounds or ()))
         counts.expect(good, line, text, (cell.mean, bounds))
-        self.known += [(cell.mean, bounds), *((seed, None) for seed in cell.by_seed)]
+        self.quotable += [(cell.mean, bounds), *((seed, None) for seed in cell.by_seed)]
         draws = [cell.shown(draw.mean()) for draw in cell.values.transpose(1, 0, 2)]
         for part in rest:
             values = [min(draws), max(draws)] if part.startswith("draws") else cell.by_seed
@@ -397,6 +400,7 @@ class Section:
     def check_tests(self, line: int, header: list[str], rows: list[list[str]], counts: Counts) -> None:
         """All tests of a sweep: the correction is for the number of the distinct ones."""
         tests, p_of = [], {}
+        self.quotable = self.known.setdefault(DIFFERENCE, [])
         for number, row in enumerate(rows, line + 2):
             for name, text in zip(header[2:], row[2:]):
                 if text != "–":
@@ -419,7 +423,7 @@ class Section:
                     self.check_median(number, side, durations, counts)
             else:
                 self.check_numbers(number, figures, gap, counts)
-                self.known += [(gap[0], [(end, end) for end in gap[1:]])] if len(gap) == 3 else []
+                self.quotable += [(gap[0], [(end, end) for end in gap[1:]])] if len(gap) == 3 else []
 
     def test(self, row: str, against: str, name: str) -> tuple[tuple, list, float]:
         """What is compared, the figures of the difference, and p."""
@@ -476,25 +480,75 @@ def recount_report(page: Path, results: Path, sweeps: Path) -> tuple[Counts, dic
 
 
 LINK = re.compile(r"report\.md#([\w-]+)")
-QUOTED = re.compile(r"(\d[\d,]*\.\d+)(?:\s?%)?(?: points)?(?: \(([+−-]?[\d.]+) – ([+−-]?[\d.]+)\))?")
+QUOTED = re.compile(r"(\d[\d,]*\.\d+)(?!\d| times)(?:\s?%)?(?: points)?(?: \(([+−-]?[\d.]+) – ([+−-]?[\d.]+)\))?")
+
+
+# What pages call otherwise than the report does.
+ALIASES = (
+    (r"so\(3\)", "so"),
+    (r"absolute positions|(?:position )?table\b", "Absolute"),
+    (r"(?:in the )?query's frame", "rotation matrices in the frame of the query"),
+    (r" in the world's frame(?=,)", ""),
+    (r"(?:in the )?world's(?: frame)?", "rotation matrices as features, two layers"),
+    (r"trained in all", "51,200 samples, rotation matrices as features, two layers, all directions"),
+    (r"`physical`", "in mm"),
+    (r"from their published start.*", "usual start"),
+    (r"^and both", "rotations and LoRA of rank 1"),
+    (r"^and (?=LoRA|rotations)", ""),
+    (r"so on half a head, RoPE-Mixed of translations on the other", "so and RoPE-Mixed"),
+    (r"poses as features in (?:other frames.*|random frames)", "poses as features"),
+)
+
+
+def words(text: str) -> set[str]:
+    for old, new in ALIASES:
+        text = re.sub(old, new, text)
+    return set(re.findall(r"[\w×]+", text.lower()))
+
+
+def rows_named(label: str, names: Iterable[str]) -> list[str]:
+    """The rows that share most words with a label, and those with all its words and further ones."""
+    told = words(label)
+    shares = {name: len(told & words(name)) / len(told | words(name)) for name in names if name != DIFFERENCE}
+    best = max(shares.values(), default=0)
+    return [name for name, share in shares.items() if share == best or (best < 1 and told <= words(name))]
 
 
 def recount_page(page: Path, sections: dict[str, Section]) -> Counts:
-    """The figures with decimals in the tables of a page, each of which one of the linked sections has to have."""
+    """
+    The figures with decimals in the tables of a page. A row of the linked sections that is named like the figure has to
+    have it: by the words before it in its cell, or by its row and column. Differences are those of tests.
+    """
     counts, text = Counts(page.name), page.read_text(encoding="utf-8")
     for part in re.finditer(r"(?:^#|\A).*?(?=^#|\Z)", text, re.MULTILINE | re.DOTALL):
         for line, rows in tables_of(part[0], text[: part.start()].count("\n") + 1):
+            # Of two columns with one name, the first belongs to the column before it, and so does the second.
+            names = [
+                f"{rows[0][at - 1]} {name}" if rows[0].count(name) > 1 else name for at, name in enumerate(rows[0])
+            ]
             for number, row in enumerate(rows[2:], line + 2):
                 # A table whose rows link sections has other sources in the rows that do not.
                 of_row, of_table, of_part = (LINK.findall(str(some)) for some in (row, rows, part[0]))
                 linked = [sections[anchor] for anchor in (of_row if of_table else of_part) if anchor in sections]
-                shown = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", " | ".join(row))
-                for figure in QUOTED.finditer(shown):
-                    if not linked or "Table " in shown:
-                        counts.unassigned.append(f"{page.name}:{number}: {figure[0]}")
-                    else:
-                        good = any(is_quoted(figure, *known) for section in linked for known in section.known)
-                        counts.expect(good, number, figure[0], "none like it in the sections that are linked")
+                bare = [re.sub(r"\]\([^)]*\)|\[", "", cell) for cell in row]
+                label = " ".join(cell for cell in bare if re.search("[a-z]", cell) and not QUOTED.search(cell))
+                for name, cell in zip(names, bare):
+                    end = 0
+                    for figure in QUOTED.finditer(cell):
+                        before, end = cell[end : figure.start()], figure.end()
+                        if not linked or "Table " in " ".join(bare):
+                            counts.unassigned.append(f"{page.name}:{number}: {figure[0]}")
+                            continue
+                        said = before if re.search("[a-zA-Z]{4}", before) else f"{label} {name}"
+                        tested = DIFFERENCE in name or "points" in figure[0]
+                        known = [
+                            some
+                            for one in linked
+                            for of in ([DIFFERENCE] if tested else rows_named(said, one.known))
+                            for some in one.known.get(of, [])
+                        ]
+                        good = any(is_quoted(figure, *some) for some in known)
+                        counts.expect(good, number, figure[0], f"none like it for {said.strip()!r} in what is linked")
     return counts
 
 

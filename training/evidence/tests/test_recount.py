@@ -54,11 +54,33 @@ def test_a_changed_quotation_is_found(report, tmp_path):
         ("42.4 points", 0),
         ("42.3 points", 1),
     ):
-        page.write_text(f"| | |\n|---|---|\n{row.format(figure, 1.5).replace(', as in Table 3', '')}", encoding="utf-8")
+        page.write_text(
+            f"| task | here | there |\n|---|---|---|\n{row.format(figure, 1.5).replace(', as in Table 3', '')}",
+            encoding="utf-8",
+        )
         # The other figure is of no cell.
         assert len(recount.recount_page(page, sections).wrong) == 1 + wrong
-    page.write_text(f"| | |\n|---|---|\n{row.format('57.2%', 1.5)}", encoding="utf-8")
+    page.write_text(f"| task | here | there |\n|---|---|---|\n{row.format('57.2%', 1.5)}", encoding="utf-8")
     assert len(recount.recount_page(page, sections).unassigned) == 2
+
+
+@pytest.mark.parametrize(
+    "row, wrong",
+    [
+        ("| `PoseEmbedding` | 99.6% |", 0),
+        ("| `PoseEmbedding` | 57.2% |", 1),
+        ("| in the world's frame | `PoseEmbedding` 99.6%, poses as features 57.2% |", 0),
+        ("| in the world's frame | `PoseEmbedding` 57.2%, poses as features 99.6% |", 2),
+    ],
+)
+def test_the_figure_of_another_row_is_found(report, tmp_path, row, wrong):
+    """By the name of its row, or by the words before it in its cell."""
+    _, sections = recount.recount_report(report, RESULTS, SWEEPS)
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"([results](report.md#views-views)):\n\n| model | accuracy |\n|---|---|\n{row}\n", encoding="utf-8"
+    )
+    assert len(recount.recount_page(page, sections).wrong) == wrong
 
 
 def test_a_changed_card_is_found(tmp_path):
