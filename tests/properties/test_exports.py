@@ -76,7 +76,7 @@ for name, encoding, size in IMAGES:
         ROWS[f"{name} with {encoding} of any size"] = (partial(patched, name, encoding, size), DYNAMIC, several, None)
 # Most take seconds.
 FAST = [
-    *(("comrope_ld 8", ".onnx"), ("liere of one size", ".pt2")),
+    ("comrope_ld 8", ".onnx"),
     *(("vit with comrope_ld", ".pt2"), ("vit with liere", ".onnx")),
 ]
 

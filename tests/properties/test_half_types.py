@@ -25,11 +25,11 @@ PLACES = ("positions", "poses")
 
 
 def over(names):
-    """Every name with one precision in each test run, and with the others in the slow tests."""
+    """Every second name with one precision in each test run; the others are slow."""
     cases = []
     for number, name in enumerate(names):
         for index, precision in enumerate(PRECISIONS):
-            marks = () if index == number % len(PRECISIONS) else pytest.mark.slow
+            marks = () if 2 * index == number % (2 * len(PRECISIONS)) else pytest.mark.slow
             cases.append(pytest.param(name, precision, marks=marks))
     return pytest.mark.parametrize("name, precision", cases)
 

@@ -53,7 +53,7 @@ def correct(model, output, folder):
         pytest.param("dinov2", [*ROTATIONS, "--image_size", "42"], marks=pytest.mark.slow),
         ("dinov2", [*ROTATIONS, "--trainable", "rotary+head", "--image_size", "28"]),
         pytest.param("vit", [*ROTATIONS, "--image_size", "24"], marks=pytest.mark.slow),
-        ("vit", []),
+        pytest.param("vit", [], marks=pytest.mark.slow),
         ("resnet", ["--image_size", "32"]),
     ],
 )
@@ -75,7 +75,10 @@ def test_a_tuned_model_loads_with_its_classes(folder, tmp_path, model, flags):
     assert found["eval_loss"] == pytest.approx(metrics["eval_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("rotations", [[], ROTATIONS], ids=["lora", "lora and rotations"])
+@pytest.mark.parametrize(
+    "rotations",
+    [pytest.param([], id="lora", marks=pytest.mark.slow), pytest.param(ROTATIONS, id="lora and rotations")],
+)
 def test_lora_is_an_adapter_that_commands_load(folder, tmp_path, rotations):
     flags = ["--trainable", "lora+rotary", "--lora_rank", "2", "--image_size", "28", *rotations]
     metrics = tune(folder, "dinov2", tmp_path, *flags)

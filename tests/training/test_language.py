@@ -87,12 +87,13 @@ def test_bytes_of_any_text_come_back(text):
     assert len(tokens) == len(text.encode()) and len(tokenizer) == 257
 
 
-@pytest.mark.parametrize("origin", ["parquet", "json", "files", "folder", "split_folder"])
+@pytest.mark.parametrize("origin", ["parquet", "json", "files", "folder", "split_folder", "name"])
 def test_texts_of_every_origin_are_packed_alike(origin, tmp_path):
     texts, tokenizer = documents(4), byte_tokenizer()
     table = datasets.Dataset.from_dict({"content": texts, "number": list(range(4))})
     table.to_parquet(tmp_path / "t.parquet")
-    table.to_json(tmp_path / "t.jsonl", force_ascii=False)
+    for file in ("t.jsonl", "repository/data/train.jsonl"):
+        table.to_json(tmp_path / file, force_ascii=False)
     for place in ("", "train", "validation"):
         (tmp_path / "texts" / place).mkdir(exist_ok=True, parents=True)
         for number, text in enumerate(texts):
@@ -104,6 +105,8 @@ def test_texts_of_every_origin_are_packed_alike(origin, tmp_path):
         "files": {"train_files": names},
         "folder": {"text_folder": str(tmp_path / "texts" / "train"), "text_patterns": ["*.py"]},
         "split_folder": {"text_folder": str(tmp_path / "texts"), "text_patterns": ["*.py"]},
+        # A folder that is laid out as a repository of the Hub.
+        "name": {"dataset_name": str(tmp_path / "repository"), "dataset_text_field": "content"},
     }[origin]
     arguments = TextDataArguments(max_length=16, **fields)
     found = load_texts(arguments, tokenizer, ("training",), seed=0).train.blocks
@@ -150,12 +153,9 @@ def test_perplexities_are_those_of_the_saved_model(llama, data):
 def test_learned_rotations_start_at_the_pretrained_model(flags, tolerance, llama, data, tmp_path):
     """Planes to the last bit; blocks round otherwise."""
     folder, before = llama
-    still = ["--model_name_or_path", folder, "--learning_rate", 0]
-    plain = train(tmp_path / "plain", data, *still)
-    patched = train(tmp_path / "patched", data, *still, *flags)
+    patched = train(tmp_path, data, "--model_name_or_path", folder, "--learning_rate", 0, *flags)
     for name in ("eval_perplexity", "eval_32_perplexity", "eval_64_perplexity"):
-        assert plain[name] == before[name]
-        assert patched[name] == pytest.approx(plain[name], rel=tolerance, abs=0)
+        assert patched[name] == pytest.approx(before[name], rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize("flags", [pytest.param(PLANES, marks=pytest.mark.slow), BLOCKS], ids=["planes", "blocks"])
@@ -169,7 +169,7 @@ def test_complete_models_hold_what_was_learnt(trainable, flags, llama, data, tmp
     learnt = {name for name, value in after.items() if name not in before or not torch.equal(value, before[name])}
     assert {name for name, _ in rotary_parameters(model)} <= learnt
     assert trainable == "all" or all("rotary_encoding" in name for name in learnt)
-    more = train(tmp_path / "more", data, "--model_name_or_path", tmp_path, "--learning_rate", 0)
+    more = train(tmp_path / "more", data, "--model_name_or_path", tmp_path, "--do_train", "false")
     assert more["eval_64_perplexity"] == metrics["eval_64_perplexity"]
 
 
@@ -255,6 +255,7 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
     assert_same_perplexities(metrics, model, tmp_path / "run", data)
 
 
+@pytest.mark.slow
 def test_data_sets_of_the_hub_are_read_by_their_name(llama, tmp_path):
     """A folder is laid out as a repository, and is given by its name in its place."""
     for split, count in (("train", 12), ("validation", 5)):

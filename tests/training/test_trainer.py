@@ -171,7 +171,7 @@ class Breaks(torch.autograd.Function):
     ],
     ids=["log", "checkpoint", "evaluation", "end", "other optimizer"],
 )
-@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+@pytest.mark.parametrize("what", [pytest.param("loss", marks=pytest.mark.slow), "gradient norm"])
 def test_no_step_is_taken_from_the_first_nan_on(what, flags, last, parquet, tmp_path, monkeypatch):
     steps = []
     genuine = ClassificationTrainer.compute_loss
