@@ -10,7 +10,6 @@ import pytest
 import torch
 from fresh_process import run_python
 from rotating import rotate, rotate_query_key
-from slow_cases import slow_except
 from triton_loading import DEVICE, load_kernels
 
 from hf_liere.fast import dispatch
@@ -245,31 +244,24 @@ def test_module_loads_without_triton():
     assert run_python("-c", code).stdout.startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+WIDEST = triton_kernels.MAX_HEAD_DIM
+STATES = (("*bf16", WIDEST, 2), ("*fp32", 64, 1), ("*bf16", 64, 1), ("*fp32", WIDEST, 2))
+COMPILED = [f"compile_for_cuda{(capability, *states)}" for capability in (90, 80) for states in STATES]
+COMPILED += [f"compile_exponentials{row}" for row in ((90, 8, 8), (80, 5, 16), (89, 16, 16), (90, 5, 16))]
+# In one process, whose start takes seconds.
+FAST_COMPILED = (COMPILED[0], COMPILED[8])
+
+
 @pytest.mark.parametrize(
-    "pointer, head_dim, count",
-    [
-        ("*bf16", triton_kernels.MAX_HEAD_DIM, 2),
-        pytest.param("*fp32", 64, 1, marks=pytest.mark.slow),
-        pytest.param("*bf16", 64, 1, marks=pytest.mark.slow),
-        pytest.param("*fp32", triton_kernels.MAX_HEAD_DIM, 2, marks=pytest.mark.slow),
-    ],
+    "calls",
+    [FAST_COMPILED, *(pytest.param([row], marks=pytest.mark.slow) for row in COMPILED if row not in FAST_COMPILED)],
+    ids=" ".join,
 )
-def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
+def test_kernels_compile_for_cuda(calls):
     """For one state and for two, down to machine code and within the shared memory of a block; this needs no GPU."""
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     # Where a kernel was interpreted, older releases of Triton leave the interpreter's functions to the compiler.
-    code = f"import cuda_compilation; cuda_compilation.compile_for_cuda({capability}, {pointer!r}, {head_dim}, {count})"
-    run_python("-c", code)
-
-
-@pytest.mark.parametrize(
-    "capability, block_size, tile", slow_except([(90, 8, 8)], [(90, 8, 8), (80, 5, 16), (89, 16, 16), (90, 5, 16)])
-)
-def test_kernels_of_exponentials_compile_for_cuda(capability, block_size, tile):
-    pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
-    code = f"import cuda_compilation; cuda_compilation.compile_exponentials({capability}, {block_size}, {tile})"
-    run_python("-c", code)
+    run_python("-c", "\n".join(["import cuda_compilation", *(f"cuda_compilation.{call}" for call in calls)]))
 
 
 STEP = """
