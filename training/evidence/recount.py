@@ -32,6 +32,8 @@ ROOT = HERE.parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/choosing.md", "docs/real_weights.md")
 # The report's resamples of an interval, how many times as many are made here, and how rarely its bound lies outside.
 DRAWS, OWN, RARELY = 5000, 8, 1e-5
+# With fewer there are neither intervals nor tests.
+FEWEST_SEEDS = 5
 WHOLE = ("settings", "condition", "metrics")
 # Settings that tell seeds, or the folder of the weights.
 UNTOLD = ("seed", "evaluation_seed", "model_name_or_path")
@@ -158,7 +160,7 @@ class Cell:
     def bounds(self) -> list[tuple[float, float]] | None:
         """Between which figures either bound of the 95% interval lies; `None` with few seeds or draws."""
         seeds, draws, examples = self.values.shape
-        if seeds < 5 or 1 < draws < 5:
+        if seeds < FEWEST_SEEDS or 1 < draws < FEWEST_SEEDS:
             return None
         parts = components(self.values, self.error)
         error, freedom = welch(parts)
@@ -403,7 +405,10 @@ class Section:
         self.quotable = self.known.setdefault(DIFFERENCE, [])
         for number, row in enumerate(rows, line + 2):
             for name, text in zip(header[2:], row[2:]):
-                if text != "–":
+                tested = [self.row_of[side] for side in row[:2] if side in self.row_of]
+                if any(len(self.cell(key, next(iter(self.rows[key]))).seeds) < FEWEST_SEEDS for key in tested):
+                    counts.wrong.append(f"{counts.page}:{number}: printed {text}, but {FEWEST_SEEDS} seeds are tested")
+                elif text != "–":
                     identity, gap, p = self.test(row[0], row[1], name)
                     tests.append((number, text, identity, gap))
                     p_of[identity] = p

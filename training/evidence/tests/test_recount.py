@@ -11,15 +11,18 @@ from training.evidence import recount
 
 RESULTS = ROOT / "training" / "evidence" / "results"
 SWEEPS = RESULTS.parent / "sweeps"
+TEST_OF_TWO_SEEDS = (
+    "|  | against | as trained |\n|---|---|---|\n| LieRE8 | Absolute | −0.005 (−0.01 – 0.001), p = 0.1, Holm = 0.1 |"
+)
 
 
 @pytest.fixture
 def report(tmp_path):
-    """A report with one section, which has seeds, intervals and tests."""
+    """A report with two sections: one has seeds, intervals and tests, the other two seeds."""
     text = (RESULTS / "report.md").read_text(encoding="utf-8")
-    (section,) = re.findall(r"^## views: views\n.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
+    sections = re.findall(r"^## (?:views: views|\w+: series)\n.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
     page = tmp_path / "report.md"
-    page.write_text(section, encoding="utf-8")
+    page.write_text("".join(sections), encoding="utf-8")
     return page
 
 
@@ -32,15 +35,18 @@ def report(tmp_path):
         ("89.1)<br>88.5, 87.5", "89.1)<br>88.5, 87.6"),
         ("−11.7 (−13.0 – −10.4)", "−11.7 (−13.0 – −10.5)"),
         ("−11.2 (−12.1 – −10.3), p < 0.0001", "−11.2 (−12.1 – −10.3), p = 0.0002"),
+        ("AUC 0.986<br>", "AUC 0.986 (0.985 – 0.987)<br>"),
+        ("![Time", f"{TEST_OF_TWO_SEEDS}\n\n![Time"),
     ],
-    ids=["seeds", "mean", "interval", "seed", "difference", "p"],
+    ids=["seeds", "mean", "interval", "seed", "difference", "p", "interval of two seeds", "test of two seeds"],
 )
 def test_a_changed_cell_is_found(report, printed, changed):
     text = report.read_text(encoding="utf-8")
     assert printed in text and recount.recount_report(report, RESULTS, SWEEPS)[0].wrong == []
     report.write_text(text.replace(printed, changed, 1), encoding="utf-8")
     (wrong,) = recount.recount_report(report, RESULTS, SWEEPS)[0].wrong
-    line = text[: text.index(printed)].count("\n") + 1
+    told = changed.partition("\n\n")[0].splitlines()[-1]
+    line = report.read_text(encoding="utf-8").partition(told)[0].count("\n") + 1
     assert wrong.startswith(f"report.md:{line}: printed ")
 
 
