@@ -75,7 +75,7 @@ def test_rotations_and_gradients_are_those_of_float64(kernels, monkeypatch, bloc
 
 
 @pytest.mark.parametrize(
-    "size, tile", slow_except([(5, 8), (8, 16), (16, 8)], [(b, t) for b in (2, 3, 5, 8, 9, 13, 16) for t in (8, 16)])
+    "size, tile", slow_except([(5, 8), (8, 16)], [(b, t) for b in (2, 3, 5, 8, 9, 13, 16) for t in (8, 16)])
 )
 def test_eigenbases_are_those_of_float64(kernels, monkeypatch, size, tile):
     """Also of frequencies that repeat, are zero or differ much, of a tiny matrix and of none at all."""

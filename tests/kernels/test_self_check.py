@@ -37,9 +37,13 @@ def ask(module, block_size, head_dim=16, dtype=torch.float32):
     return module.refusal(torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=DEVICE), dtype, block_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("block_size, head_dim", [(2, 10), (2, 64), (5, 24), (8, 128), (64, 64)])
-def test_kernels_agree(kernels, dtype, block_size, head_dim):
+SHAPES = ((2, 10), (2, 64), (5, 24), (8, 128), (64, 64))
+SINGLE = [(*shape, torch.float32) for shape in SHAPES]
+HALF = [(*shape, torch.float16) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("block_size, head_dim, dtype", slow_except([*SINGLE, HALF[0], HALF[3]], SINGLE + HALF))
+def test_kernels_agree(kernels, block_size, head_dim, dtype):
     assert ask(kernels, block_size, head_dim, dtype) is None
     case, outcome = list(kernels.self_check.outcomes.items())[-1]
     assert case[1:] == (dtype, block_size, self_check.padded_width(head_dim)) and case.device.type == DEVICE
@@ -100,7 +104,7 @@ STATES = {
 
 
 @pytest.mark.parametrize(
-    "state", slow_except(("autocast", "other defaults"), ["autocast", "inference", "no gradients", "other defaults"])
+    "state", slow_except(("other defaults",), ["autocast", "inference", "no gradients", "other defaults"])
 )
 def test_comparison_neither_reads_nor_changes_the_state_of_the_process(kernels, state):
     states = torch.zeros(1, 1, 1, 16, device=DEVICE)

@@ -190,7 +190,7 @@ def test_other_libraries_look_up_the_plain_type():
     assert isinstance(model, transformers.ViTForImageClassification)
 
 
-@pytest.mark.parametrize("name", ["vit", "clip"])
+@pytest.mark.parametrize("name", [pytest.param("vit", marks=pytest.mark.slow), "clip"])
 def test_copies_pickles_and_compiled_models_are_saved_with_their_rotations(name, tmp_path):
     model, inputs = patched(name)
     compiled = torch.compile(model, backend="eager")

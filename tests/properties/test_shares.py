@@ -76,7 +76,9 @@ def test_shares_are_layers_of_slices(number):
     assert torch.equal(restored(*states, layer=0)[0], slices(*states, layer=0)[0])
 
 
-@pytest.mark.parametrize("number", range(0, 200, 40))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=() if number == 80 else pytest.mark.slow) for number in range(0, 200, 40)]
+)
 def test_exported(number):
     rotary, slices, states = draw(number)
     exported = torch.export.export(rotary.eval(), states, {"layer": 1}).module()

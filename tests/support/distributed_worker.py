@@ -1,10 +1,10 @@
 """One SGD step in a process of `torchrun`; process 0 saves its logits and the whole weights after the step.
 
-python -m torch.distributed.run --nproc_per_node 2 tests/support/distributed_worker.py KIND CONFIG_DIR BATCH OUTPUT
+python -m torch.distributed.run --nproc_per_node 2 tests/support/distributed_worker.py KINDS CONFIG_DIR BATCH FOLDER
 
-KIND is `ddp`; `fsdp` for FSDP2 block by block, `fsdp_small` with units of single projections and of the rotary encoding
-too, `fsdp_hybrid` with two copies of the shards; `ddp_accumulated` and `fsdp_accumulated` with a micro-batch for each
-sample; or `zero3` for DeepSpeed.
+For each of KINDS, with commas, a step of a new model and a file in FOLDER. A kind is `ddp`; `fsdp` for FSDP2 block by
+block, `fsdp_small` with units of single projections and of the rotary encoding too, `fsdp_hybrid` with two copies of the
+shards; `ddp_accumulated` and `fsdp_accumulated` with a micro-batch for each sample; or `zero3` for DeepSpeed.
 """
 
 import contextlib
@@ -94,9 +94,15 @@ def zero3_step(model, batch):
     return outputs.logits
 
 
-def main(kind, config_dir, batch_file, output):
+def main(kinds, config_dir, batch_file, folder):
     dist.init_process_group("gloo")
     assert dist.get_world_size() == 2
+    for kind in kinds.split(","):
+        take_step(kind, config_dir, batch_file, f"{folder}/{kind}.pt")
+    leave()
+
+
+def take_step(kind, config_dir, batch_file, output):
     torch.manual_seed(0)
     model = hf_liere.LieREViTForImageClassification(hf_liere.LieREViTConfig.from_pretrained(config_dir))
     share = slice(dist.get_rank(), None, 2)
@@ -112,7 +118,6 @@ def main(kind, config_dir, batch_file, output):
         weights = {name: full(value).detach().clone() for name, value in model.state_dict().items()}
     if dist.get_rank() == 0:
         torch.save({"logits": logits.detach(), "weights": weights}, output)
-    leave()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import pytest
 from checkout import ROOT
 from fresh_process import run_python
+from slow_cases import slow_except
 from training_helpers import TINY_MODEL, TINY_RUN
 
 from hf_liere.errors import InputError
@@ -61,7 +62,7 @@ def write_task(folder, inputs):
     return name
 
 
-@pytest.mark.parametrize("inputs", SCRIPTS)
+@pytest.mark.parametrize("inputs", slow_except(("tokens", "images"), SCRIPTS))
 def test_a_task_of_a_user_trains_with_its_flags(inputs, tmp_path):
     """The recipe names the file relative to its own folder."""
     name = write_task(tmp_path, inputs)
