@@ -3,8 +3,8 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/support/distributed_worker.py KINDS CONFIG_DIR BATCH FOLDER
 
 For each of KINDS, with commas, a step of a new model and a file in FOLDER. A kind is `ddp`; `fsdp` for FSDP2 block by
-block, `fsdp_small` with units of single projections and of the rotary encoding too, `fsdp_hybrid` with two copies of the
-shards; `ddp_accumulated` and `fsdp_accumulated` with a micro-batch for each sample; or `zero3` for DeepSpeed.
+block, `fsdp_small` with units of single projections and of the rotary encoding too, `fsdp_hybrid` with two copies of
+the shards; `ddp_accumulated` and `fsdp_accumulated` with a micro-batch for each sample; or `zero3` for DeepSpeed.
 """
 
 import contextlib
