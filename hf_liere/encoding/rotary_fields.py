@@ -50,8 +50,8 @@ class RotaryFields:
             axes, for images), `"liere_product"` (products of rotations of planes, with a learned basis for every axis;
             relative along the first axis). A list of (name, fields) divides the channels of every head among several:
             `[("liere", {"rotary_init": "so3", "share": 0.75, "axes": [0, 1, 2]}), ("rope_mixed", {"axes": [3]})]`. The
-            fields are those below, `share` (of the channels, rounded to whole blocks; equal ones by default) and `axes`
-            (of the positions; all by default). It is saved as `"shares"` with these `shares`.
+            fields are those below, `share` (of the channels, rounded to whole blocks; by default an equal part of what
+            others leave) and `axes` (of the positions; all by default). It is saved as `"shares"` with these `shares`.
         block_size (`int`, *optional*):
             Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
             `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
@@ -214,10 +214,13 @@ def share_configs(config) -> list[Share]:
     for each in config.shares:
         if not (isinstance(each, (list, tuple)) and list(map(type, each)) == [str, dict]):
             raise ValueError(f"shares: {each!r}; accepted: the name of an encoding and a dictionary of its fields.")
-        name, fields = each[0], dict(each[1])
+    given = [fields["share"] for _, fields in config.shares if "share" in fields]
+    others = (1 - sum(given)) / max(len(config.shares) - len(given), 1)
+    for name, fields in config.shares:
+        fields = dict(fields)
         if fields.get("content_positions") is not None:
             raise ValueError(f"shares: {name} has content_positions; accepted: one for all shares, beside the list.")
-        axes, share = fields.pop("axes", [*range(num_axes)]), fields.pop("share", 1 / len(config.shares))
+        axes, share = fields.pop("axes", [*range(num_axes)]), fields.pop("share", others)
         total += share
         fits = share > 0 and total < 1 + 1e-6
         if not axes or sorted(set(axes)) != sorted(axes) or not set(axes) <= {*range(num_axes)} or not fits:

@@ -554,11 +554,13 @@ class Shares(LieRotary):
 
     def make_parameters(self) -> None:
         self.parts, self.axes = nn.ModuleList(), []
+        named = [given["share"] for _, given in self.shares if "share" in given]
+        rest = (1 - sum(named)) / max(len(self.shares) - len(named), 1)
         for name, given in self.shares:
             kind, fields = ENCODINGS[name], {"share_heads": self.share_heads, **given}
             axes, size = fields.pop("axes", [*range(self.num_axes)]), fields.pop("block_size", None)
             step = (size or kind.default_size or 2) * (len(axes) if kind in (AxialRoPE, ComRoPEAxialPartition) else 1)
-            share = round(fields.pop("share", 1 / len(self.shares)) * self.head_dim / step)
+            share = round(fields.pop("share", rest) * self.head_dim / step)
             width = min(max(share, 1), (self.head_dim - sum(each.head_dim for each in self.parts)) // step) * step
             sizes = {"num_key_value_heads": self.key_heads, "num_layers": self.num_layers}
             self.parts.append(kind(self.num_heads, width, len(axes), size, **sizes, **fields))

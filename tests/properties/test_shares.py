@@ -57,6 +57,11 @@ def draw(number):
     return rotary, Slices(rotary, shares), states
 
 
+def test_shares_without_a_number_divide_the_rest():
+    shares = [("rope_mixed", {"share": 0.5}), ("liere", {"block_size": 4}), ("comrope_ld", {"block_size": 2})]
+    assert LieRotaryEmbedding(2, 32, 3, shares).encoding.widths == [16, 8, 8]
+
+
 @pytest.mark.parametrize("number", DRAWS)
 def test_shares_are_layers_of_slices(number):
     rotary, slices, states = draw(number)

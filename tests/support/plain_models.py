@@ -136,12 +136,13 @@ def draw_encoding(rng, axes: int) -> dict[str, Any]:
 def draw_shares(rng, axes: int) -> list:
     """Two or three encodings with channels of 24, some axes and a start that needs no others."""
     shares = []
-    for share in rng.choice([(0.5, 0.5), (0.25, 0.75), (0.3, 0.3, 0.3), (0.5, 0.25)]):
+    for share in rng.choice([(0.5, 0.5), (0.25, None), (0.3, 0.3, 0.3), (0.5, 0.25)]):
         own = sorted(rng.sample(range(axes), rng.randint(1, axes)))
         name = rng.choice([name for name in OWN_PLAIN if name != "shares"])
         start = rng.choice([start for start in (None, *PLAIN_ENCODINGS[name].starts) if start != "so3"])
         size = rng.choice([None, *ENCODINGS[name].block_sizes.accepted(6, len(own))])
-        shares.append([name, {"share": share, "axes": own, "rotary_init": start, "block_size": size}])
+        given = {} if share is None else {"share": share}
+        shares.append([name, {**given, "axes": own, "rotary_init": start, "block_size": size}])
     return shares
 
 
