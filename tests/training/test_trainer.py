@@ -22,6 +22,13 @@ def parquet(tmp_path_factory):
     return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 40)
 
 
+@pytest.fixture(scope="module")
+def trained(parquet, tmp_path_factory):
+    """The folder of a run that is evaluated where it was trained, and its metrics."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, train(folder, "--train_files", parquet, "--validation_files", parquet, "--do_eval")
+
+
 def test_accumulated_batches_equal_one_batch(parquet, tmp_path):
     """40 images in batches of 16: the last is incomplete, so that a mean of means would be wrong."""
     flags = ("--train_files", parquet, "--label_smoothing_factor", 0.1, "--logging_steps", 1)
@@ -235,9 +242,9 @@ def test_between_logs_nothing_is_read_that_trainer_does_not_read(tmp_path):
     assert count(ClassificationTrainer, 7) - count(ClassificationTrainer, 3) == count(Trainer, 7) - count(Trainer, 3)
 
 
-def test_weights_are_finite_and_trained(parquet, tmp_path):
-    metrics = train(tmp_path, "--train_files", parquet, "--validation_files", parquet, "--do_eval")
-    assert all(value.isfinite().all() for value in weights(tmp_path).values())
+def test_weights_are_finite_and_trained(trained):
+    folder, metrics = trained
+    assert all(value.isfinite().all() for value in weights(folder).values())
     assert 0 <= metrics["eval_accuracy_low"] <= metrics["eval_accuracy"] <= metrics["eval_accuracy_high"] <= 1
     # Of three classes every answer is among the top five.
     assert "eval_top5_accuracy" not in metrics and metrics["eval_samples"] == 40
@@ -267,7 +274,7 @@ def test_resuming_demands_every_weight(parquet, tmp_path):
 
 def test_fine_tuning_replaces_the_classifier_deliberately(parquet, tmp_path):
     first = tmp_path / "first"
-    train(first, "--train_files", parquet, "--image_mean", 0.4, 0.4, 0.4)
+    train(first, "--train_files", parquet, "--image_mean", 0.4, 0.4, 0.4, "--max_steps", 2)
     other = write_parquet(tmp_path / "other.parquet", 20, num_labels=5)
     base = ["--model_name_or_path", str(first), "--use_cpu", "true", "--disable_tqdm", "true", "--seed", "3"]
 
@@ -290,11 +297,10 @@ def test_fine_tuning_replaces_the_classifier_deliberately(parquet, tmp_path):
         fine_tune("fourth", "--do_train", "--train_files", parquet, "--hidden_size", 32)
 
 
-def test_classes_in_another_order_mean_the_same(parquet, tmp_path):
+def test_classes_in_another_order_mean_the_same(trained, parquet, tmp_path):
     """The checkpoint's order counts: an evaluation may not depend on how a data set numbers its classes."""
     import datasets
 
-    train(tmp_path / "run", "--train_files", parquet)
     table = datasets.load_dataset("parquet", data_files=parquet, split="train")
     names = table.features["label"].names
     renumbered = table.map(
@@ -304,7 +310,7 @@ def test_classes_in_another_order_mean_the_same(parquet, tmp_path):
     renumbered.to_parquet(tmp_path / "renumbered.parquet")
     results = [
         main(
-            ["--model_name_or_path", str(tmp_path / "run"), "--do_eval", "--use_cpu", "true", "--disable_tqdm", "true"]
+            ["--model_name_or_path", str(trained[0]), "--do_eval", "--use_cpu", "true", "--disable_tqdm", "true"]
             + ["--validation_files", str(path), "--output_dir", str(tmp_path / name)]
         )
         for name, path in (("a", parquet), ("b", tmp_path / "renumbered.parquet"))
@@ -313,9 +319,8 @@ def test_classes_in_another_order_mean_the_same(parquet, tmp_path):
     assert results[0]["eval_accuracy"] == results[1]["eval_accuracy"]
 
 
-def test_a_checkpoint_is_evaluated_at_another_size(parquet, tmp_path):
-    train(tmp_path / "run", "--train_files", parquet)
-    flags = ["--model_name_or_path", str(tmp_path / "run"), "--do_eval", "--use_cpu", "true", "--disable_tqdm", "true"]
+def test_a_checkpoint_is_evaluated_at_another_size(trained, parquet, tmp_path):
+    flags = ["--model_name_or_path", str(trained[0]), "--do_eval", "--use_cpu", "true", "--disable_tqdm", "true"]
     metrics = main(
         [*flags, "--validation_files", parquet, "--image_size", "24", "--output_dir", str(tmp_path / "at_24")]
     )
