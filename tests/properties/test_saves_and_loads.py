@@ -7,14 +7,16 @@ import torch
 from fresh_process import run_warm
 from model_cases import MODELS, PATCHED, SAVED, SLOW, build, make, run
 from patching_cases import realign, same_bits
+from slow_cases import slow_except
 from transformers.models.auto import modeling_auto
 
 from hf_liere import load_rotary, save_rotary, unpatch
 
 
-def over(names):
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name in SLOW else ()) for name in names])
+def over(names, every=1):
+    """Names that take seconds are slow; where `every` is more than one, so are the others but for every such."""
+    fast = [name for name in names if name not in SLOW][::every]
+    return pytest.mark.parametrize("name", slow_except(fast, names))
 
 
 @over(MODELS)
@@ -76,7 +78,7 @@ def rounded(inputs):
     return {key: x.bfloat16() if is_rounded[key] and key != "positions" else x for key, x in inputs.items()}
 
 
-@over(SAVED)
+@over(SAVED, 2)
 def test_half_types_round_all_but_rotations(name, tmp_path):
     """As asked for, and again as the folder of the rounded model says."""
     if "deepseek_v2," in name:

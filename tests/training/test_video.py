@@ -47,6 +47,13 @@ def shapes(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def trained(shapes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run(folder, "--video_folder", shapes, "--do_train", "--max_steps", 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def broken(shapes, tmp_path_factory):
     """The moving shapes with a file that cannot be opened, one cut in its middle and one of three frames."""
     folder = tmp_path_factory.mktemp("videos") / "broken"
@@ -195,16 +202,15 @@ def test_frames_of_a_clip_are_augmented_alike():
     assert not (results[0] == results[1]).all()
 
 
-def test_probabilities_of_clips_are_averaged(shapes, tmp_path):
+def test_probabilities_of_clips_are_averaged(trained, shapes, tmp_path):
     """Against a loop over clips in float64, from the saved model."""
     from transformers import AutoModelForVideoClassification
 
-    run(tmp_path / "run", "--video_folder", shapes, "--do_train", "--max_steps", 1)
-    flags = ["--model_name_or_path", tmp_path / "run", "--video_folder", shapes, "--do_eval", "--frame_stride", 2]
+    flags = ["--model_name_or_path", trained, "--video_folder", shapes, "--do_eval", "--frame_stride", 2]
     metrics = video_classification.main(
         [*map(str, flags), "--eval_clips", "3", "--output_dir", str(tmp_path / "eval"), *TINY_RUN]
     )
-    model = AutoModelForVideoClassification.from_pretrained(tmp_path / "run").eval().double()
+    model = AutoModelForVideoClassification.from_pretrained(trained).eval().double()
     losses = []
     for path in sorted((shapes / "validation").glob("*/*.mp4")):
         with av.open(str(path)) as container:
@@ -237,9 +243,8 @@ def test_views_of_a_video_are_clips_by_crops():
         assert np.array_equal(example["image"], view) and (example["label"], example["index"]) == (1, 15 + number)
 
 
-def test_every_view_counts_where_they_are_not_averaged(shapes, tmp_path):
-    run(tmp_path / "run", "--video_folder", shapes, "--do_train", "--max_steps", 1)
-    flags = ["--model_name_or_path", tmp_path / "run", "--video_folder", shapes, "--do_eval", "--frame_stride", 2]
+def test_every_view_counts_where_they_are_not_averaged(trained, shapes, tmp_path):
+    flags = ["--model_name_or_path", trained, "--video_folder", shapes, "--do_eval", "--frame_stride", 2]
     flags = [*map(str, flags), "--eval_clips", "2", "--eval_crops", "1", *TINY_RUN]
     losses = {}
     for averaged in ("true", "false"):
