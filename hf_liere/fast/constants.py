@@ -13,11 +13,12 @@ def constant(values: Sequence, like: torch.Tensor) -> torch.Tensor:
     # In a graph it would be fake.
     if values_are_unknown(like):
         return like.new_tensor(values)
-    return _make_constant(values, like.dtype, like.device)
+    return device_constant(values, like.dtype, like.device)
 
 
 @functools.lru_cache(maxsize=256)
-def _make_constant(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def device_constant(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers on a device, copied there once: the capture of a CUDA graph allows no copy. For use inside operators."""
     # Training cannot use tensors that inference mode made.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

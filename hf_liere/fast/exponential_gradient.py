@@ -14,11 +14,11 @@ import math
 
 import torch
 
+from .constants import device_constant
 from .dispatch import find_backend, operator
 from .scaling_and_squaring import (
     Results,
     batch_tangents,
-    device_constant,
     find_exponential_backend,
     largest_norm,
     num_saved,

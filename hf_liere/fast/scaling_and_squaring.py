@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from transformers.utils.generic import maybe_autocast
 
+from .constants import device_constant
 from .dispatch import find_backend
 
 
@@ -166,14 +167,6 @@ def find_exponential_backend(
     if positions.dtype != torch.float64 or dtype != torch.float32:
         return None
     return find_backend(function, generators, block_size, torch.float32)
-
-
-@functools.lru_cache(maxsize=256)
-def device_constant(values: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers on a device, copied there once: the capture of a CUDA graph allows no copy. For use inside operators."""
-    # Training cannot use tensors that inference mode made.
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=dtype, device=device)
 
 
 class Batch(NamedTuple):

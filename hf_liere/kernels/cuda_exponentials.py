@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..fast.constants import device_constant
 from ..fast.exponential_gradient import derivative_coefficients
-from ..fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, device_constant
+from ..fast.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM
 
 
 import_error: str | None = None
