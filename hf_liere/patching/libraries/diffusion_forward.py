@@ -19,10 +19,10 @@ from ...fast.dispatch import product_dtype, require
 from ...probing.module_inspection import View
 from ...probing.planes import Planes
 from ..carrying import Turn, carry, take_off
-from ..composed import check_shape
+from ..composed import check_shape, rotate_planes
 from ..patched_forward import place_grid
 from ..tower_patch import AttentionPass, Pass
-from .rotations import apply_turn, find_coordinates, identity_turn, turn_error
+from .rotations import find_coordinates, identity_turn, turn_error
 
 
 # By stream and part, the modules that make queries and keys: the norm if there is one, else the projection.
@@ -219,12 +219,15 @@ class DiffusionPass(AttentionPass):
         if self.tower.rotary_patch.turns:
             missing = tokens - self.given[0][0].shape[-2]
             text, image = states.split([missing, tokens - missing], dim=2)  # (B, H, …, D) each
-            return torch.cat([text, apply_turn(image, self.given[0])], dim=2)
+            cos, sin = (x[..., ::2] for x in self.given[0])  # (N, planes) each
+            # In float32, as diffusers does it.
+            return torch.cat([text, rotate_planes(cos, sin, image.float()).to(states.dtype)], dim=2)
         if stream not in self.rotations:
             self.rotations[stream] = encoding(self.layer, self._place(stream, tokens), self.dtype).to(self.device)
         if self.own is not None:
-            cos, sin = (take_rows(x, stream, tokens).unsqueeze(-2) for x in self.own)  # (tokens, 1, D) each
-            states = apply_turn(states, (cos, sin))  # (B, tokens, H, D)
+            cos, sin = (take_rows(x, stream, tokens)[..., ::2] for x in self.own)  # (tokens, planes) each
+            heads_first = states.float().transpose(1, 2)  # (B, H, tokens, D)
+            states = rotate_planes(cos, sin, heads_first).transpose(1, 2).to(states.dtype)
         rotated = encoding.rotate(self.rotations[stream], states, family.heads_first)
         return rotated.clone() if family.in_place and rotated.requires_grad else rotated
 

@@ -102,14 +102,6 @@ def turn_further(turn: Turn, angles: torch.Tensor, style: str, factor: torch.Ten
     return cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin
 
 
-def apply_turn(states: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """(…, D) queries or keys rotated by (…, D) cos and sin of adjacent channels, as diffusers does it."""
-    cos, sin = turn
-    real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)  # (…, planes) each
-    turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
-    return (states.float() * cos + turned.float() * sin).to(states.dtype)
-
-
 def identity_turn(turn: Turn) -> Turn:
     """The rotation by 0, in the form of another one."""
     if isinstance(turn, torch.Tensor):
