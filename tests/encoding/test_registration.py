@@ -157,30 +157,27 @@ def test_files_that_need_others_are_refused(name, first, message, package_of_use
     assert not (tmp_path / "saved").exists()
 
 
-def test_the_text_that_ran_is_saved(package_of_user, tmp_path):
-    """Not that of the next experiment, which is edited while this one trains."""
-    config = import_convention(package_of_user, "edited", "import numpy; TWO = 2\n# part one\x0c part two")
-    (package_of_user / "edited.py").write_text("TWO = 3" + CONVENTION.format(name="edited"))
-    config.save_pretrained(tmp_path / "saved")
-    assert "TWO = 2" in (tmp_path / "saved" / "edited.py").read_text()
-
-
-@pytest.fixture
-def patched(tmp_path):
+def patch_and_save(folder, **fields):
     """A model that was patched with the user's encoding in its default size, and is saved."""
     clip = CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)).eval()
-    model = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters"))
-    model.save_pretrained(tmp_path / "saved")
+    model = hf_liere.patch(clip, RotaryPatchConfig(position_encoding="two_parameters", **fields))
+    model.save_pretrained(folder)
     return model
 
 
-def test_a_patch_is_saved_with_its_file(patched, tmp_path):
+def test_a_patch_is_saved_with_the_text_that_ran(package_of_user, tmp_path):
+    """Not that of the next experiment, which is edited while this one trains."""
+    import_convention(package_of_user, "edited", "import numpy; TWO = 2\n# part one\x0c part two")
+    (package_of_user / "edited.py").write_text("TWO = 3" + CONVENTION.format(name="edited"))
+    patched = patch_and_save(tmp_path / "saved", coordinates="edited")
     assert patched.config.rotary_patch["block_size"] is None
     assert "class TwoParameters" in (tmp_path / "saved" / "own_rotations.py").read_text()
+    assert "TWO = 2" in (tmp_path / "saved" / "edited.py").read_text()
 
 
 @pytest.mark.slow
-def test_a_patch_loads_by_its_file(patched, tmp_path):
+def test_a_patch_loads_by_its_file(tmp_path):
+    patched = patch_and_save(tmp_path / "saved")
     with torch.no_grad():
         torch.save(patched(torch.ones(1, 3, 16, 16)).last_hidden_state, tmp_path / "states.pt")
     code = """
