@@ -3,11 +3,12 @@
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from fresh_process import run_python
+from fresh_process import run_warm
 
 import hf_liere
 import training
@@ -34,8 +35,13 @@ FLOORS = (
 GROUPS = ("evidence", "tasks", "tools")
 
 
+@cache
+def parse(path):
+    return ast.parse(path.read_text())
+
+
 def imports(path, nodes=ast.walk):
-    for node in nodes(ast.parse(path.read_text())):
+    for node in nodes(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -49,7 +55,7 @@ def part_of(names):
 
 def parts_imported(path):
     folder = path.relative_to(PACKAGE).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
             above = folder[: len(folder) - node.level + 1]
             # `from . import kernels` names a folder, or a module beside the file.
@@ -156,7 +162,7 @@ def test_nothing_outside_imports_the_laboratory():
 
 def training_imports(path):
     """Names of the modules, or folders, below `training` that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -170,7 +176,7 @@ def test_only_auto_touches_the_auto_classes():
     for path in PACKAGE.rglob("*.py"):
         names = {
             alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(parse(path))
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers")
             for alias in node.names
         }
@@ -205,4 +211,4 @@ def test_import_needs_no_training_library():
         "; new = {name.partition('.')[0] for name in set(sys.modules) - before}"
         "; print(sorted(new & {'accelerate', 'datasets', 'evaluate', 'matplotlib', 'timm', 'av', 'peft'}))"
     )
-    assert run_python("-c", code).stdout.strip() == "[]"
+    assert run_warm("-c", code).stdout.strip() == "[]"
