@@ -117,7 +117,11 @@ class Probe:
     def join(self, cos: torch.Tensor, sin: torch.Tensor) -> Turn:
         """The `position_embeddings` for (…, N, D) cos and sin, in the dtype of attention's weights."""
         dtype = _weight_type(self.attention)
-        return torch.complex(cos, sin) if self.layout.is_complex else (cos.to(dtype), sin.to(dtype))
+        if self.layout.is_complex:
+            # Of half types, in which models are made too, there are no complex numbers.
+            wide = torch.promote_types(cos.dtype, torch.float32)
+            return torch.complex(cos.to(wide), sin.to(wide))
+        return cos.to(dtype), sin.to(dtype)
 
     def capture(self, turn: Turn, shared: "SharedStates | None" = None, replace: Replacement | None = None) -> QueryKey:
         """

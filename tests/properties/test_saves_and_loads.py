@@ -64,7 +64,8 @@ def test_folders_restore_models(name, tmp_path):
     loaded = restore(type(model), tmp_path / "shards")
     assert same_bits(run(name, loaded, inputs), expected)
     loaded.save_pretrained(tmp_path / "whole")
-    assert fields(tmp_path / "shards") == fields(tmp_path / "whole")
+    # Moshi fills in its parts when it is loaded.
+    assert "moshi" in name or fields(tmp_path / "shards") == fields(tmp_path / "whole")
     found = auto_classes(model)
     assert found or MODELS[name].config or name.startswith("backbone")
     for auto in found:
@@ -86,8 +87,12 @@ def test_half_types_round_all_but_rotations(name, tmp_path):
     model, inputs, _ = build(name)
     model.save_pretrained(tmp_path / "float32")
     half = restore(type(model), tmp_path / "float32", dtype=torch.bfloat16)
-    # DeepSeek's routers stay as well.
-    kept = {"rotary_encoding", *(model._keep_in_fp32_modules_strict or ())}
+    # DeepSeek's routers stay as well, and OLMo makes its decays in float32.
+    kept = {
+        "rotary_encoding",
+        *(model._keep_in_fp32_modules_strict or ()),
+        *(["A_log"] if "olmo_hybrid" in name else []),
+    }
     for key, value in model.named_parameters():
         wanted, found = value if any(part in key for part in kept) else value.bfloat16(), half.get_parameter(key)
         assert found.dtype == wanted.dtype and torch.equal(found, wanted), key
