@@ -66,6 +66,8 @@ class RotaryConfig:
 
     plain_class: type[PreTrainedConfig]
     rotary_parts: tuple = ()
+    # There is none without `rotary_patch`.
+    has_no_defaults_at_init = True
 
     def __post_init__(self, **kwargs):
         if reason := refusal(self.rotary_patch or {}, self.plain_class.model_type):
