@@ -187,7 +187,7 @@ ROWS = {
     "language": Row(language_modeling, write_texts, f"{LLAMA} {BLOCKS}", "", 4, "AutoModelForCausalLM"),
     "language, adapters": Row(language_modeling, write_texts, f"{LLAMA} {ADAPTERS}", "", 4),
     "clip": Row(*clip_row, f"{TOWER} --flip_probability 0.5", "", 4, CLASSIFIER, "patched"),
-    "clip, second model": Row(*clip_row, f"{TOWER} --flip_probability 0.5", "", 9, CLASSIFIER, "unpatched"),
+    "clip, second model": Row(*clip_row, f"{TOWER} --flip_probability 0.5", "", 8, CLASSIFIER, "unpatched"),
     "clip, adapters": Row(*clip_row, f"{TOWER} --trainable lora+rotary", "", 4, model="patched"),
     "vit": Row(clip_finetuning, write_vit, TOWER, "", 4, CLASSIFIER, "patched"),
     "towers": Row(clip_finetuning, write_towers, f"{ROTATING} --save_steps 2", "", 4, "AutoModel", "patched"),

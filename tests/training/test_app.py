@@ -350,6 +350,7 @@ def test_the_space_brings_what_the_package_requires(folder, tmp_path):
     stated = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert "wrapt" in names and set(re.findall(r'"([\w-]+)', stated[1])) <= names
     brought = set(brought_by([*lines, "gradio"]))
+    # Of Python 3.10 it lacks packages without a top_level.txt.
     distributions = metadata.packages_distributions()
     for path in (tmp_path / "space" / "training").rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -357,7 +358,7 @@ def test_the_space_brings_what_the_package_requires(folder, tmp_path):
         imported |= {name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names}
         others = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"hf_liere", "training"}
         for name in others:
-            assert brought & {canonicalize_name(each) for each in distributions[name]}, name
+            assert brought & {canonicalize_name(each) for each in distributions.get(name, [name])}, name
 
 
 @pytest.mark.slow
