@@ -64,9 +64,9 @@ def test_gradients_arrive_and_unpatching_leaves_nothing(name):
 def checkpoint(model):
     """As each library calls it."""
     for switch in ("gradient_checkpointing_enable", "set_grad_checkpointing", "enable_gradient_checkpointing"):
-        if hasattr(model, switch):
+        if hasattr(model, switch) and getattr(model, "supports_gradient_checkpointing", True):
             return getattr(model, switch)()
-    raise AttributeError(f"{type(model).__name__} has no checkpointed layers")
+    pytest.skip(f"{type(model).__name__} has no checkpointed layers")
 
 
 @over(PATCHED, SLOW)
@@ -91,11 +91,24 @@ def test_copies_and_files_have_rotations_of_their_own(name):
         assert not is_patched(unpatch(other)) and is_patched(model)
 
 
+def offloads(name, plain, inputs):
+    """Whether a model gives the same bits when accelerate loads its weights where modules are called."""
+    accelerate, expected = pytest.importorskip("accelerate"), run(name, plain, inputs)
+    try:
+        return same_bits(
+            run(name, accelerate.cpu_offload(plain, execution_device=torch.device("cpu")), inputs), expected
+        )
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
 @over([name for name in PATCHED if SHARES_KEYS or "gemma" not in name], {*PATCHED} - FEW)
 def test_offloaded_weights_give_the_same_bits(name):
     """Those of the patched model, and of one that was dispatched before it was patched."""
     accelerate = pytest.importorskip("accelerate")
     model, inputs, expected = build(name)
+    if not offloads(name, MODELS[name].make().eval(), inputs):
+        pytest.skip("the model itself reads weights that are not loaded")
     offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
     assert next(value for _, value in rotary_parameters(offloaded)).is_meta
     assert same_bits(run(name, offloaded, inputs), expected)
