@@ -317,7 +317,7 @@ def distributed(settings: Settings) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch, "training/image_classification.py", *flags, "--output_dir", f"{folder}/run"]
         printed = _run(command)
-    losses = [line for line in printed.splitlines() if "'loss'" in line or '"loss"' in line]
+    losses = [line for line in printed.splitlines() if ": loss " in line]
     yield "\nA training run:\n\n```text\n" + "\n".join(losses) + "\n```"
     if not losses or any(word in "".join(losses).lower() for word in ("nan", "inf")):
         raise CheckFailed("The training run logged no finite loss.")
