@@ -18,6 +18,7 @@ from training.tasks.playground.predictions import ROOT, Checkpoint
 FILES = (
     "__init__.py",
     "app.py",
+    "common/tasks.py",
     "data/arrows.py",
     "evidence/figures/rocket.jpg",
     "tasks/playground/page.py",
