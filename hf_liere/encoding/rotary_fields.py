@@ -216,8 +216,7 @@ def share_configs(config) -> list[Share]:
             raise ValueError(f"shares: {each!r}; accepted: the name of an encoding and a dictionary of its fields.")
     given = [fields["share"] for _, fields in config.shares if "share" in fields]
     others = (1 - sum(given)) / max(len(config.shares) - len(given), 1)
-    for name, fields in config.shares:
-        fields = dict(fields)
+    for name, fields in [(name, dict(own)) for name, own in config.shares]:
         if fields.get("content_positions") is not None:
             raise ValueError(f"shares: {name} has content_positions; accepted: one for all shares, beside the list.")
         axes, share = fields.pop("axes", [*range(num_axes)]), fields.pop("share", others)

@@ -132,10 +132,10 @@ class PretrainedBlocks(PretrainedRope):
         """The model's own rotation becomes the identity; with `compose`, it comes first, with the attention factor."""
         planes, rotation = self.layouts[self.layout_of_layer[layer]], self.compute_rotation(layer, numbers, states)
         if not self.config.compose:
-            return planes.identity(own, planes.layout.factor), rotation
+            return planes.identity(own), rotation
         first = planes.first_channels.to(states.device)
         cos, sin = (x.index_select(-1, first) for x in split_cos_sin(own))  # (…, N, planes) each
-        return planes.identity(own), replace(rotation, own=(cos, sin))
+        return planes.identity(own, is_scaled=False), replace(rotation, own=(cos, sin))
 
     def compute_rotation(self, layer: int, coordinates: torch.Tensor, states: torch.Tensor) -> TokensRotation:
         """R(p) of (…, N, A or heads · A) coordinates; tokens before those that have some are not rotated."""

@@ -256,7 +256,7 @@ def rotate_inside(tower: nn.Module, layer: int, rope: nn.Module, args, kwargs, o
         return None
     if encoding.rotates_states:
         # Queries and keys are rotated already.
-        return encoding.layouts[layout].identity(output, encoding.layouts[layout].layout.factor)
+        return encoding.layouts[layout].identity(output)
     _, angles = encoding.measure(layout, rope, *args, **kwargs)
     return encoding(layer, output, angles, angles)[0]
 

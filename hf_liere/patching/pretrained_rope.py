@@ -65,8 +65,9 @@ class RopePlanes(Tables):
         cos, sin = (x.index_select(-1, channels) for x in planes.chunk(2, dim=-1))
         return cos, sin  # 2 × (…, N, D)
 
-    def identity(self, own: Turn, factor: float = 1.0) -> Turn:
-        """cos and sin of angles of zero, times an attention factor."""
+    def identity(self, own: Turn, is_scaled: bool = True) -> Turn:
+        """cos and sin of angles of zero, times the attention factor if that is not applied elsewhere."""
+        factor = self.layout.factor if is_scaled else 1.0
         if isinstance(own, torch.Tensor):
             return torch.full_like(own, factor)
         return torch.full_like(own[0], factor), torch.zeros_like(own[1])

@@ -91,13 +91,16 @@ def test_copies_and_files_have_rotations_of_their_own(name):
         assert not is_patched(unpatch(other)) and is_patched(model)
 
 
+def offload(model):
+    """A model whose weights accelerate loads where modules are called."""
+    return pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+
+
 def offloads(name, plain, inputs):
-    """Whether a model gives the same bits when accelerate loads its weights where modules are called."""
-    accelerate, expected = pytest.importorskip("accelerate"), run(name, plain, inputs)
+    """Whether a model gives the same bits when it is offloaded."""
+    expected = run(name, plain, inputs)
     try:
-        return same_bits(
-            run(name, accelerate.cpu_offload(plain, execution_device=torch.device("cpu")), inputs), expected
-        )
+        return same_bits(run(name, offload(plain), inputs), expected)
     except (NotImplementedError, RuntimeError):
         return False
 
@@ -109,7 +112,7 @@ def test_offloaded_weights_give_the_same_bits(name):
     model, inputs, expected = build(name)
     if not offloads(name, MODELS[name].make().eval(), inputs):
         pytest.skip("the model itself reads weights that are not loaded")
-    offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    offloaded = offload(copy.deepcopy(model))
     assert next(value for _, value in rotary_parameters(offloaded)).is_meta
     assert same_bits(run(name, offloaded, inputs), expected)
     dispatched = accelerate.dispatch_model(MODELS[name].make().eval(), {"": "cpu"}, force_hooks=True)
