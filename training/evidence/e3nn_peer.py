@@ -13,6 +13,7 @@ model, and 0.01 is the learning rate of e3nn's examples:
 
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
 REQUIRES = ("e3nn",)
 # Functions of distances and neurons that make weights of them, as in e3nn's own models.
 DISTANCES, NEURONS = 10, 100
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 @dataclass
@@ -117,17 +119,33 @@ class PeerModel(PreTrainedModel):
 @giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """One run; returns the last metrics."""
-    model_args, data_args, peer_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)
+    return train_peer(arguments, ARGUMENT_CLASSES, PeerModel)
+
+
+def train_peer(
+    arguments: list[str] | None, classes: tuple[type, ...], make: Callable[[PreTrainedConfig], PreTrainedModel]
+) -> dict[str, float]:
+    """
+    One run of another project's model on samples of tokens with poses; returns the last metrics.
+
+    Args:
+        classes: Dataclasses of the flags; those of the model itself are the third.
+        make: Makes the model of a configuration with these, `feature_size`, `tokens`, `num_labels`, and the size
+            of a transformer that the flags of `token_classification.py` give.
+    """
+    model_args, data_args, peer_args, args = parse_arguments(arguments, classes)
     checkpoint = prepare_output_dir(args)
     data_args.pose_columns = [POSES]
     data = load_tokens(data_args, args.parts, args.order_seed)
     set_seed(args.seed)
-    size = {"feature_size": data.some.sizes[0], "tokens": len(data.some.features[0])}
+    given = model_args.architecture()
+    size = {name: given[name] for name in SIZES if name in given}
+    size |= {"feature_size": data.some.sizes[0], "tokens": len(data.some.features[0])}
     config = PreTrainedConfig(num_labels=len(data.label_names), **size, **vars(peer_args))
     numbers = list(range(config.num_labels))
     train, evaluation = (table and TokenExamples(table, numbers) for table in (data.train, data.evaluation))
     trainer = ClassificationTrainer(
-        model=PeerModel(config),
+        model=make(config),
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,

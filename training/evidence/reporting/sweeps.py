@@ -35,7 +35,7 @@ from training.evidence.reporting.result_table import Labels, identity
 TRAINING = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
-    *("clip_finetuning", "language_modeling", "evidence.e3nn_peer"),
+    *("clip_finetuning", "language_modeling", "evidence.e3nn_peer", "evidence.ipa_peer"),
 )
 SWEEP_KEYS = (
     *("script", "recipe", "train", "evaluate", "report", "compare"),
