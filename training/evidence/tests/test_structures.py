@@ -2,24 +2,18 @@
 
 import gzip
 import json
-import sys
 
 import numpy as np
 import pytest
-import torch
-import yaml
 from checkout import ROOT
 from scipy.spatial.transform import Rotation
-from structures import RESIDUES, atom, is_clockwise, write_centres, write_chains
-from transformers import PreTrainedConfig
+from structures import RESIDUES, SMALL, atom, is_clockwise, side_chains_of, write_centres, write_chains
 
 from hf_liere.errors import InputError
 from training import token_classification
 from training.common.tasks import with_task
 from training.data.tokens import TokenDataArguments, load_tokens
-from training.evidence import e3nn_peer, evaluate_sweep
 from training.evidence.data import frames, handedness, proteins
-from training.evidence.reporting.result_lines import read_results
 
 
 def relative(columns):
@@ -138,6 +132,41 @@ def test_samples_of_which_every_residue_is_asked(split, chains, size, tmp_path):
     assert len(found) > 30 or split != "train"
 
 
+def chi(*places):
+    """The dihedral angle of four places in degrees, by the projections of the outer bonds."""
+    first, axis, last = np.diff(places, axis=0)
+    axis /= np.linalg.norm(axis)
+    first, last = (bond - bond @ axis * axis for bond in (-first, last))
+    return np.degrees(np.arctan2(np.cross(first, last) @ axis, first @ last))
+
+
+def test_rotamers_of_side_chains(tmp_path):
+    """Of neighbourhoods and of whole chains, against the angles of the written atoms."""
+    written, wanted = write_chains(tmp_path), {}
+    for name, (backbone, _) in written.items():
+        pairs = []
+        for places, (kind, side) in zip(backbone, side_chains_of(int(name))):
+            angle = None if len(side) < 2 or kind == "PRO" else chi(*places[:2], *side.values())
+            near = angle is not None and min((60, 180, -60), key=lambda one: abs((angle - one + 180) % 360 - 180))
+            pairs.append((str(kind), -100 if angle is None else {60: 0, 180: 1, -60: 2}[near]))
+        wanted[name] = pairs
+    asked = [pair for pair in wanted["4"] if pair[1] >= 0]
+    columns = proteins.protein_columns(str(tmp_path), "validation", None, 180, None, "rotamer")
+    kinds = [proteins.KINDS[number] for number in columns["features"][:, 0, 2:].argmax(axis=-1)]
+    assert [*zip(kinds, columns["labels"].tolist())] == asked and 8 < len(asked) < RESIDUES
+    # Neighbours say their distance alone.
+    assert (columns["features"][:, 0, 2:].sum(axis=-1) == 1).all() and not columns["features"][:, 1:, 2:].any()
+    whole = proteins.protein_columns(str(tmp_path), "validation", None, 180, 8, "rotamer")
+    features, labels = whole["features"][0], whole["labels"][0]
+    # From the first residue on, by distance.
+    kinds = (proteins.KINDS[number] for number in features[:, 1:].argmax(axis=-1))
+    assert sorted(zip(kinds, labels.tolist())) == sorted(wanted["4"])
+    trained = [pair for name in "0123" for pair in wanted[name] if pair[1] >= 0]
+    counts = {kind: [trained.count((kind, rotamer)) for rotamer in range(3)] for kind, _ in asked}
+    right = [counts[kind].index(max(counts[kind])) == rotamer for kind, rotamer in asked]
+    assert proteins.commonest_rotamer_accuracy(str(tmp_path)) == pytest.approx(np.mean(right))
+
+
 def test_hands_of_centres_and_of_their_mirror_images(tmp_path):
     centres = write_centres(tmp_path / "centres.npz")
     for split in ("train", "validation"):
@@ -213,9 +242,6 @@ def test_atoms_on_a_line_with_the_centre_do_not_lie_beside(tmp_path):
     )
 
 
-SMALL = ["--max_train_samples", "128", "--max_eval_samples", "24", "--use_cpu", "true", "--disable_tqdm", "true"]
-
-
 @pytest.mark.parametrize(
     "name", ["proteins", *(pytest.param(name, marks=pytest.mark.slow) for name in ("every residue", "handedness"))]
 )
@@ -270,6 +296,11 @@ def break_chains(folder, name, content):
             gzip.compress(atom(1, "CA", 7, (0, 0, 0)).encode(), mtime=0),
             "residue A   7 lacks one of the atoms N, CA, C",
         ),
+        (
+            "2.gz",
+            gzip.compress("\n".join(atom(1, name, 7, (0, 0, 0), amino="UNK") for name in ("N", "CA", "C")).encode()),
+            "2.gz contains residues UNK; accepted: ALA, ARG",
+        ),
     ],
 )
 def test_chains_that_cannot_be_read(name, content, message, tmp_path):
@@ -289,6 +320,8 @@ def test_structures_that_are_missing(tmp_path):
     for crop, accepted in ((21, "up to 20"), (0, "1 or more")):
         with pytest.raises(InputError, match=f"--crop {crop}; accepted: {accepted}"):
             load("proteins", structures=str(tmp_path / "chains"), crop=crop)
+    with pytest.raises(InputError, match="--ask 'kind'; accepted: structure, rotamer"):
+        load("proteins", structures=str(tmp_path / "chains"), ask="kind")
     with pytest.raises(InputError, match="contains 0 files NAME.dssp; accepted: a folder with at least 5"):
         load("proteins", structures=str(tmp_path))
     with pytest.raises(InputError, match="is not a file; accepted: one of evidence/carbon_centres.py"):
@@ -298,38 +331,3 @@ def test_structures_that_are_missing(tmp_path):
     for name in ("other.npz", "none.npz"):
         with pytest.raises(InputError, match="cannot be read: .*; accepted: a file of evidence/carbon_centres.py"):
             load("handedness", structures=str(tmp_path / name))
-
-
-def test_a_sweep_misses_packages_before_it_trains(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "e3nn", None)
-    sweep = str(ROOT / "training" / "evidence" / "sweeps" / "proteins.yaml")
-    with pytest.raises(InputError, match="script=evidence.e3nn_peer.* needs e3nn; accepted: pip install e3nn"):
-        evaluate_sweep.main([sweep, "--mini", "--structures", str(tmp_path), "--output_dir", str(tmp_path / "runs")])
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_peer_of_e3nn_sees_relative_poses_alone(tmp_path):
-    """And it is a model of sweeps."""
-    pytest.importorskip("e3nn", reason="e3nn is not installed")
-    write_chains(tmp_path / "chains")
-    axes = [[{"seed": 0}], [{"block_size": 3}, {"script": "evidence.e3nn_peer", "channels": 4, "max_radius": 2.0}]]
-    sweep = {"script": "token_classification", "recipe": "proteins_mini", "train": axes}
-    (tmp_path / "peer.yaml").write_text(yaml.safe_dump(sweep))
-    given = ["--structures", str(tmp_path / "chains"), *SMALL, "--output_dir", str(tmp_path / "runs")]
-    results = read_results(evaluate_sweep.main([str(tmp_path / "peer.yaml"), *given]))
-    assert [line["script"] for line in results] == ["token_classification", "evidence.e3nn_peer"]
-    assert {line["metrics"]["eval_samples"] for line in results} == {RESIDUES}
-    # Finished runs are not repeated.
-    assert read_results(evaluate_sweep.main([str(tmp_path / "peer.yaml"), *given])) == results
-    columns = [proteins.protein_columns(str(tmp_path / "chains"), "validation", 6, angle) for angle in (0, 180)]
-    features = torch.tensor(columns[0]["features"]).double()
-    torch.manual_seed(0)
-    size = {"feature_size": 2, "tokens": 12, "num_labels": 3}
-    config = PreTrainedConfig(**size, **vars(e3nn_peer.PeerArguments(channels=4, max_radius=2.0)))
-    model = e3nn_peer.PeerModel(config).double()
-    poses = [torch.tensor(one["poses"]).double().unflatten(-1, (4, 4)) for one in columns]
-    poses[1][..., :3, 3] += torch.tensor([1.0, -2.0, 3.0])
-    before, after = (model(features, placed)["logits"] for placed in poses)
-    assert before.shape == (6, 3) and before.std() > 1e-2
-    # Poses are rounded to float32.
-    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)

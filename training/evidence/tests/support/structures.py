@@ -5,9 +5,12 @@ import gzip
 import numpy as np
 
 from training.evidence.data.molecules import Centres
+from training.evidence.data.proteins import KINDS
 
 
 RESIDUES = 20
+# Flags of a short run.
+SMALL = ["--max_train_samples", "128", "--max_eval_samples", "24", "--use_cpu", "true", "--disable_tqdm", "true"]
 
 
 def backbone_of(seed):
@@ -17,9 +20,17 @@ def backbone_of(seed):
     return np.round(alphas + [[1.4], [0], [1.5]] * rng.normal(size=(RESIDUES, 3, 3)) * [[1], [0], [1]], 3)
 
 
-def atom(number, name, residue, place, kind="ATOM", alternative=" "):
+def side_chains_of(seed):
+    """Of each residue of the chain its kind, and names and places of the atoms from CB on."""
+    rng, named = np.random.default_rng((seed, 1)), {"SER": "OG", "THR": "OG1", "CYS": "SG", "VAL": "CG1", "ILE": "CG1"}
+    for kind in rng.choice(KINDS, RESIDUES):
+        places = np.round(rng.normal(size=(2, 3)) * 3, 3)
+        yield kind, dict(zip(("CB", named.get(kind, "CG")), places[: {"GLY": 0, "ALA": 1}.get(kind, 2)]))
+
+
+def atom(number, name, residue, place, kind="ATOM", alternative=" ", amino="GLY"):
     x, y, z = place
-    return f"{kind:6}{number:5}  {name:3}{alternative}GLY A{residue:>4}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00 20.00"
+    return f"{kind:6}{number:5}  {name:3}{alternative}{amino} A{residue:>4}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00 20.00"
 
 
 def write_chains(folder, count=5):
@@ -29,10 +40,11 @@ def write_chains(folder, count=5):
     for seed in range(count):
         backbone = backbone_of(seed)
         lines = ["HEADER    A CHAIN"]
-        for residue, places in enumerate(backbone, 1):
-            for number, (name, place) in enumerate(zip(("N", "CA", "C", "O"), [*places, places.mean(axis=0)])):
-                lines.append(atom(number, name, residue, place, alternative="A" if name == "N" else " "))
-            lines.append(atom(4, "N", residue, places[0] + 5, alternative="B"))
+        for residue, (places, (amino, side)) in enumerate(zip(backbone, side_chains_of(seed)), 1):
+            atoms = dict(zip(("N", "CA", "C", "O"), [*places, places.mean(axis=0)])) | side
+            for number, (name, place) in enumerate(atoms.items()):
+                lines.append(atom(number, name, residue, place, "ATOM", "A" if name == "N" else " ", amino))
+            lines.append(atom(9, "N", residue, places[0] + 5, "ATOM", "B", amino))
         lines.append(atom(5, "CA", 900, (0, 0, 0), kind="HETATM"))
         letters = "".join(np.random.default_rng(seed).choice([*"HE-"], RESIDUES))
         (folder / f"{seed}.dssp").write_text(f"{letters} {seed}\n")
