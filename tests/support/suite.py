@@ -23,19 +23,32 @@ from hf_liere.fast.dispatch import as_on_accelerators, ask_backend
 SHARED = ROOT.parent / "shared"
 # What tests may lack on a machine: kernels for CPUs, a browser, and the sources of transformers for its common tests.
 REQUIREMENTS = ("kernels", "browser", "common")
+# Objects that a module of tests leaves, above which they are frozen too: compiled graphs are hundreds of thousands.
+MANY_OBJECTS = 100_000
 REQUIRED = [name for name in os.environ.get("HF_LIERE_REQUIRE", "").split(",") if name]
 
 
 def pytest_configure():
+    # While tests are collected, nothing is garbage.
+    gc.disable()
     if not set(REQUIRED) <= set(REQUIREMENTS):
         accepted = ", ".join(REQUIREMENTS)
         raise pytest.UsageError(f"HF_LIERE_REQUIRE is {','.join(REQUIRED)!r}; accepted, with commas: {accepted}.")
 
 
 def pytest_collection_finish():
-    # Collections that look through the libraries and the tests, again and again, take a twentieth of the time.
+    # Every run of a Trainer collects garbage: among all objects of libraries and tests that takes a second.
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_what_is_left():
+    yield
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header():
