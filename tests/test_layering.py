@@ -27,7 +27,7 @@ FLOORS = (
     {"data"},
     {"engine", "tasks.playground"},
     {"tasks.arrows", "tasks.clip", "tasks.detection", "tasks.language"},
-    {"evidence.data", "evidence.encodings", "evidence.reporting"},
+    {"evidence.data", "evidence.encodings", "evidence.peers", "evidence.recounting", "evidence.reporting"},
     {"evidence.speed"},
     {"evidence.gpu"},
 )

@@ -111,24 +111,21 @@ def stub_code(config: SavesItsCode, files: Sequence[UserFile]) -> dict[str, str]
         if isinstance(place, str) and OURS.fullmatch(place)
     }
     stub = STUB.format(classes=", ".join(sorted(classes))) + "".join(f"from .{name} import *\n" for name in names)
-    code = {f"{config.code_file}.py": stub}
-    code |= {f"{name}.py": text for name, text in names.items()}
     if files:
-        _load_alone(tuple(code.items()), tuple(file.path for file in files))
-    return code
+        _load_alone(tuple(names.items()), tuple(file.path for file in files))
+    return {f"{config.code_file}.py": stub} | {f"{name}.py": text for name, text in names.items()}
 
 
 @cache
-def _load_alone(code: tuple[tuple[str, str], ...], paths: tuple[Path, ...]) -> None:
-    """Imports code in another process, without the folders of the user's files."""
+def _load_alone(texts: tuple[tuple[str, str], ...], paths: tuple[Path, ...]) -> None:
+    """Imports the user's files, texts by name, in another process, without their folders."""
     own = {folder for path in paths for folder in path.resolve().parents if not folder.name.endswith("-packages")}
     places = [place for place in sys.path if Path(place).resolve() not in own]
     with TemporaryDirectory() as folder:
-        for name, text in code:
-            Path(folder, name).write_text(text, "utf-8")
-        imported = f"{Path(folder).name}.{code[0][0].removesuffix('.py')}"
         lines = ["import importlib, sys", f"sys.path[:] = {[*places, str(PACKAGE.parent), str(Path(folder).parent)]!r}"]
-        lines.append(f"importlib.import_module({imported!r})")
+        for name, text in texts:
+            Path(folder, f"{name}.py").write_text(text, "utf-8")
+            lines.append(f"importlib.import_module('{Path(folder).name}.{name}')")
         run = subprocess.run(
             [sys.executable, "-c", "\n".join(lines)], cwd=folder, capture_output=True, text=True, check=False
         )

@@ -13,7 +13,6 @@ model, and 0.01 is the learning rate of e3nn's examples:
 
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, set_seed
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_liere.errors import InputError
 from training.common.arguments import RunArguments, TokensModelArguments, flag, require_numbers
-from training.common.command_line import parse_arguments
-from training.common.records import describe_examples
-from training.data.tokens import POSES, TokenDataArguments, TokenExamples, load_tokens, token_collator
+from training.data.tokens import TokenDataArguments
 from training.engine.claims import giving_back
-from training.engine.runs import prepare_output_dir, run, start
-from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+from training.engine.runs import start
+from training.evidence.peers.training import train_peer
 
 
 # Sweeps look for these packages before they train any model.
 REQUIRES = ("e3nn",)
 # Functions of distances and neurons that make weights of them, as in e3nn's own models.
 DISTANCES, NEURONS = 10, 100
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 @dataclass
@@ -120,42 +116,6 @@ class PeerModel(PreTrainedModel):
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """One run; returns the last metrics."""
     return train_peer(arguments, ARGUMENT_CLASSES, PeerModel)
-
-
-def train_peer(
-    arguments: list[str] | None, classes: tuple[type, ...], make: Callable[[PreTrainedConfig], PreTrainedModel]
-) -> dict[str, float]:
-    """
-    One run of another project's model on samples of tokens with poses; returns the last metrics.
-
-    Args:
-        classes: Dataclasses of the flags; those of the model itself are the third.
-        make: Makes the model of a configuration with these, `feature_size`, `tokens`, `num_labels`, and the size
-            of a transformer that the flags of `token_classification.py` give.
-    """
-    model_args, data_args, peer_args, args = parse_arguments(arguments, classes)
-    checkpoint = prepare_output_dir(args)
-    data_args.pose_columns = [POSES]
-    data = load_tokens(data_args, args.parts, args.order_seed)
-    set_seed(args.seed)
-    given = model_args.architecture()
-    size = {name: given[name] for name in SIZES if name in given}
-    size |= {"feature_size": data.some.sizes[0], "tokens": len(data.some.features[0])}
-    config = PreTrainedConfig(num_labels=len(data.label_names), **size, **vars(peer_args))
-    numbers = list(range(config.num_labels))
-    train, evaluation = (table and TokenExamples(table, numbers) for table in (data.train, data.evaluation))
-    trainer = ClassificationTrainer(
-        model=make(config),
-        args=args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        data_collator=token_collator(args.device, data.train, data.evaluation),
-        compute_metrics=ClassificationMetrics(config.num_labels),
-        preprocess_logits_for_metrics=ranks_and_losses,
-    )
-    counts = (None if examples is None else len(examples) for examples in (train, evaluation))
-    described = {"data": data_args, "peer": peer_args, "examples": describe_examples(data_args, {}, *counts)}
-    return run(trainer, checkpoint, model_args.model_name_or_path, None, described)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from training.common.arguments import RunArguments, TokensModelArguments, flag, 
 from training.data.tokens import TokenDataArguments
 from training.engine.claims import giving_back
 from training.engine.runs import start
-from training.evidence.e3nn_peer import train_peer
+from training.evidence.peers.training import train_peer
 
 
 @dataclass

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from scipy import stats
 
-from training.evidence.recount_cells import FEWEST_SEEDS, Cell, fisher, lines_of, log_rank, t_test, told
+from training.evidence.recounting.cells import FEWEST_SEEDS, Cell, fisher, lines_of, log_rank, t_test, told
 
 
 HERE = Path(__file__).resolve().parent
