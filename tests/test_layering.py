@@ -93,7 +93,7 @@ def test_the_library_takes_nothing_of_the_tools():
     assert count["tools"] <= 8_936 and count["library"] <= LIBRARY_LINES, count
 
 
-LIBRARY_LINES = 22_463
+LIBRARY_LINES = 22_460
 
 
 def of(path):
@@ -200,7 +200,7 @@ def test_package_never_imports_training():
 
 def test_the_package_does_not_grow():
     """Every feature finds the lines that pay for it: what goes lowers this number, and nothing raises it."""
-    assert sum(path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")) <= 31_399
+    assert sum(path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")) <= 31_396
 
 
 def test_import_needs_no_training_library():
