@@ -298,7 +298,9 @@ def break_chains(folder, name, content):
         ),
         (
             "2.gz",
-            gzip.compress("\n".join(atom(1, name, 7, (0, 0, 0), amino="UNK") for name in ("N", "CA", "C")).encode()),
+            gzip.compress(
+                "\n".join(atom(1, name, 7, (0, 0, 0), amino="UNK") for name in ("N", "CA", "C")).encode(), mtime=0
+            ),
             "2.gz contains residues UNK; accepted: ALA, ARG",
         ),
     ],
