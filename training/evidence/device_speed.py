@@ -28,11 +28,17 @@ COLUMNS = ("sweep", "device", "pixels", "encoding, block_size", "trains", "runs"
 
 
 def rows(results: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Medians over the runs of one sweep, device, size and model; steps take as many images as a device gets."""
+    """
+    Medians over the runs of one sweep, device, size and model; steps take as many images as a device gets. Runs that a
+    second sweep stores too are those of the first.
+    """
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    first: dict[tuple[Any, ...], str] = {}
     for result in results:
-        if accelerator := result["environment"].get("accelerator"):
-            settings, measured = result["settings"], result["train_metrics"]
+        settings, measured = result["settings"], result["train_metrics"]
+        accelerator = result["environment"].get("accelerator")
+        sweep = first.setdefault((*result["flags"], measured.get("train_runtime")), result["sweep"])
+        if accelerator and sweep == result["sweep"]:
             model = {**result["run"].get("model", {}), **settings}
             batch = result["run"]["training"]["per_device_train_batch_size"]
             speed = measured.get("train_images_per_second", measured["train_samples_per_second"])
