@@ -15,20 +15,19 @@ import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_liere.errors import InputError
 from training.common.arguments import RunArguments, TokensModelArguments, flag, require_numbers
 from training.data.tokens import TokenDataArguments
 from training.engine.claims import giving_back
 from training.engine.runs import start
-from training.evidence.peers.training import train_peer
+from training.evidence.peers.training import PeerModel, train_peer
 
 
 # Sweeps look for these packages before they train any model.
@@ -52,15 +51,13 @@ class PeerArguments:
 ARGUMENT_CLASSES = (TokensModelArguments, TokenDataArguments, PeerArguments, RunArguments)
 
 
-class PeerModel(PreTrainedModel):
+class EquivariantNetwork(PeerModel):
     """
     Classifies samples of tokens by the mean over these.
 
     Args:
         config: a configuration with the fields of [`PeerArguments`], `feature_size`, `tokens` and `num_labels`.
     """
-
-    config_class = PreTrainedConfig
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -81,15 +78,7 @@ class PeerModel(PreTrainedModel):
             num_neighbors=config.tokens - 1,
         )
 
-    def forward(self, inputs_embeds: torch.Tensor, poses: torch.Tensor, **others: torch.Tensor) -> dict[str, Any]:
-        """
-        Args:
-            inputs_embeds: (B, N, features).
-            poses: (B, N, 4, 4).
-
-        Returns:
-            `logits` (B, labels).
-        """
+    def logits(self, inputs_embeds: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
         batch, tokens = inputs_embeds.shape[:2]
         pairs = torch.tensor([*itertools.permutations(range(tokens), 2)], device=poses.device)
         first = tokens * torch.arange(batch, device=poses.device)[:, None]
@@ -109,13 +98,13 @@ class PeerModel(PreTrainedModel):
         made = self.network(
             nodes, torch.ones_like(nodes[:, :1]), source, target, harmonics, distances * DISTANCES**0.5
         ).unflatten(0, (batch, tokens))
-        return {"logits": made.unflatten(-1, (2, -1)).sum(dim=-2).mean(dim=1)}
+        return made.unflatten(-1, (2, -1)).sum(dim=-2).mean(dim=1)
 
 
 @giving_back()
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """One run; returns the last metrics."""
-    return train_peer(arguments, ARGUMENT_CLASSES, PeerModel)
+    return train_peer(arguments, ARGUMENT_CLASSES, EquivariantNetwork)
 
 
 if __name__ == "__main__":

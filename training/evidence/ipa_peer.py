@@ -11,7 +11,6 @@ MLP. Its attention is Algorithm 22 of AlphaFold (Jumper et al., Nature 2021, Sup
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -19,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from training.common.arguments import RunArguments, TokensModelArguments, flag, require_numbers
 from training.data.tokens import TokenDataArguments
 from training.engine.claims import giving_back
 from training.engine.runs import start
-from training.evidence.peers.training import train_peer
+from training.evidence.peers.training import PeerModel, train_peer
 
 
 @dataclass
@@ -81,10 +80,8 @@ class InvariantPointAttention(nn.Module):
         return self.output(torch.cat([part.flatten(2) for part in (scalars, found, lengths)], dim=-1))
 
 
-class PointTransformer(PreTrainedModel):
+class PointTransformer(PeerModel):
     """Classifies samples of tokens with poses by the mean over these, by layers of [`InvariantPointAttention`]."""
-
-    config_class = PreTrainedConfig
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -105,20 +102,12 @@ class PointTransformer(PreTrainedModel):
         )
         self.norm = nn.LayerNorm(size)
 
-    def forward(self, inputs_embeds: torch.Tensor, poses: torch.Tensor, **others: torch.Tensor) -> dict[str, Any]:
-        """
-        Args:
-            inputs_embeds: (B, N, features).
-            poses: (B, N, 4, 4).
-
-        Returns:
-            `logits` (B, labels).
-        """
+    def logits(self, inputs_embeds: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
         states = self.embedding(inputs_embeds)
         for layer in self.layers:
             states = states + layer["attention"](layer["before"](states), poses[..., :3, :3], poses[..., :3, 3])
             states = states + layer["mlp"](layer["after"](states))
-        return {"logits": self.classifier(self.norm(states).mean(dim=1))}
+        return self.classifier(self.norm(states).mean(dim=1))
 
 
 @giving_back()

@@ -1,7 +1,9 @@
 """Training of models of other projects on the tasks on real structures."""
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 
 from training.common.command_line import parse_arguments
@@ -12,6 +14,26 @@ from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+class PeerModel(PreTrainedModel):
+    """A classifier of samples of tokens with poses: what the Trainer calls, around a model's `logits`."""
+
+    config_class = PreTrainedConfig
+
+    def forward(self, inputs_embeds: torch.Tensor, poses: torch.Tensor, **others: torch.Tensor) -> dict[str, Any]:
+        """
+        Args:
+            inputs_embeds: (B, N, features).
+            poses: (B, N, 4, 4).
+
+        Returns:
+            `logits` (B, labels).
+        """
+        return {"logits": self.logits(inputs_embeds, poses)}
+
+    def logits(self, inputs_embeds: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def train_peer(

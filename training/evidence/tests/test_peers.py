@@ -42,7 +42,7 @@ def test_the_peer_of_e3nn_sees_relative_poses_alone(tmp_path):
     torch.manual_seed(0)
     size = {"feature_size": 2, "tokens": 12, "num_labels": 3}
     config = PreTrainedConfig(**size, **vars(e3nn_peer.PeerArguments(channels=4, max_radius=2.0)))
-    model = e3nn_peer.PeerModel(config).double()
+    model = e3nn_peer.EquivariantNetwork(config).double()
     poses = [torch.tensor(one["poses"]).double().unflatten(-1, (4, 4)) for one in columns]
     poses[1][..., :3, 3] += torch.tensor([1.0, -2.0, 3.0])
     before, after = (model(features, placed)["logits"] for placed in poses)
