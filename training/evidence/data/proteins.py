@@ -219,13 +219,13 @@ def _read_chain(path: Path) -> Chain:
     atoms = path.with_suffix(".gz")
     try:
         lines = gzip.decompress(atoms.read_bytes()).decode("ascii").splitlines()
-        residues = _read_atoms(lines)
+        residues, named = _read_atoms(lines)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise InputError(f"{atoms.name} cannot be read: {error}; accepted: atoms in the format PDB.") from error
     incomplete = [name for name, found in residues.items() if not found.keys() >= {*ATOMS}]
     if incomplete:
-        raise InputError(f"{atoms.name}: residue {incomplete[0][3:]} lacks one of the atoms {', '.join(ATOMS)}.")
-    if unknown := {name[:3] for name in residues} - {*KINDS}:
+        raise InputError(f"{atoms.name}: residue {incomplete[0]} lacks one of the atoms {', '.join(ATOMS)}.")
+    if unknown := {*named.values()} - {*KINDS}:
         raise InputError(f"{atoms.name} contains residues {', '.join(sorted(unknown))}; accepted: {', '.join(KINDS)}.")
     if len(residues) != len(letters) or len(letters) <= NEIGHBOURS:
         raise InputError(
@@ -233,30 +233,34 @@ def _read_chain(path: Path) -> Chain:
             f"both, and more than {NEIGHBOURS}."
         )
     backbone = np.array([[found[atom] for atom in ATOMS] for found in residues.values()])
-    kinds = np.array([KINDS.index(name[:3]) for name in residues])
-    return Chain(path.stem, backbone, letters, kinds, np.array([_rotamer(*item) for item in residues.items()]))
+    kinds = np.array([KINDS.index(kind) for kind in named.values()])
+    rotamers = np.array([_rotamer(kind, found) for kind, found in zip(named.values(), residues.values())])
+    return Chain(path.stem, backbone, letters, kinds, rotamers)
 
 
-def _rotamer(residue: str, found: dict[str, list[float]]) -> int:
+def _rotamer(kind: str, found: dict[str, list[float]]) -> int:
     gamma = next((name for name in GAMMAS if name in found), None)
-    if gamma is None or BETA not in found or residue.startswith("PRO"):
+    if gamma is None or BETA not in found or kind == "PRO":
         return IGNORED_LABEL
     nitrogen, alpha, beta, end = (np.array(found[name]) for name in ("N", "CA", BETA, gamma))
     frame = frames_of(alpha, beta, nitrogen)  # (3, 3), x along the bond that the side chain turns about
     _, y, z = frame.T @ (end - beta)
-    # From the nitrogen, which lies at positive y, against the turn of y to z, which looks along the bond.
+    # The nitrogen lies at positive y, and angles from y to z are clockwise as seen along the bond.
     return int(np.degrees(np.arctan2(z, y)) % 360 // 120)
 
 
-def _read_atoms(lines: list[str]) -> dict[str, dict[str, list[float]]]:
+def _read_atoms(lines: list[str]) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
     """
-    The first place of every atom of the backbone, of CB and of the one after it, by the residue's kind, chain and
-    number, from fixed columns.
+    The first place of every atom of the backbone, of CB and of the one after it, and the first kind, by chain and
+    number of the residue, from fixed columns.
     """
     residues: dict[str, dict[str, list[float]]] = {}
+    kinds: dict[str, str] = {}
     for line in lines:
         name = line[12:16].strip()
         if line.startswith("ATOM") and name in (*ATOMS, BETA, *GAMMAS):
             place = [float(line[start : start + 8]) for start in (30, 38, 46)]
-            residues.setdefault(line[17:20] + line[21:27].strip(), {}).setdefault(name, place)
-    return residues
+            residue = line[21:27].strip()
+            residues.setdefault(residue, {}).setdefault(name, place)
+            kinds.setdefault(residue, line[17:20])
+    return residues, kinds
