@@ -106,8 +106,6 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
     Raises:
         InputError: naming the wrong folder, file, line or split and what is accepted.
     """
-    if request.num_channels not in (1, 3):
-        raise InputError(f"--num_channels {request.num_channels}: clips are read with 1 or 3 channels.")
     sources = {
         "--dataset_name": arguments.dataset_name,
         "--video_folder": arguments.video_folder,
@@ -122,6 +120,8 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
     if isinstance(arguments, Task) or arguments.dataset_name == "arrows":
         _check_drawn(arguments, request)
         return task_sources(arguments, request) if isinstance(arguments, Task) else _arrow_clips(arguments, request)
+    if request.num_channels not in (1, 3):
+        raise InputError(f"--num_channels {request.num_channels}: clips are read with 1 or 3 channels.")
     if arguments.volume_file is not None:
         found, names = _volumes(arguments, request)
     else:

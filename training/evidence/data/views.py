@@ -44,8 +44,8 @@ def view_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
         point or another point; `poses` (count, N, 16), matrices from body to world, row by row; `positions` (count, N,
         6), rotation vectors and translations of the poses; `orientations` (count, N, 3), `matrices` (count, N, 9) and
         `translations` (count, N, 3), their parts; `relative_matrices` and `relative_translations`, the same in the
-        frame of the first camera; `labels` (count, N), 1 for cameras that see the marked point, 0 for others, and
-        `IGNORED_LABEL` for points.
+        frame of the first camera; `marked_matrices` and `marked_translations`, in that of the marked point; `labels`
+        (count, N), 1 for cameras that see the marked point, 0 for others, and `IGNORED_LABEL` for points.
     """
     return draw_columns(split, count, lambda rng: _chunk(rng, largest_angle))
 
@@ -76,6 +76,7 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
     world = rotation_vector_to_matrix(motion).unsqueeze(1)  # (CHUNK, 1, 3, 3)
     rotations = world @ torch.cat([axes, turned], dim=1)  # (CHUNK, N, 3, 3)
     translations = (world @ torch.cat([cameras, points], dim=1).unsqueeze(-1)).squeeze(-1) + moved.unsqueeze(1)
+    marked = slice(CAMERAS, CAMERAS + 1)
     kinds = np.repeat([0, 1, 2], [CAMERAS, 1, POINTS - 1])
     orientations = matrix_to_rotation_vector(rotations)
     columns = {
@@ -85,6 +86,7 @@ def _chunk(rng: np.random.Generator, largest_angle: float) -> dict[str, np.ndarr
         "matrices": rotations.flatten(-2),
         "translations": translations,
         **columns_in(rotations[:, :1], translations[:, :1], rotations, translations),
+        **columns_in(rotations[:, marked], translations[:, marked], rotations, translations, name="marked"),
     }
     labels = np.full((CHUNK, CAMERAS + POINTS), IGNORED_LABEL)
     labels[:, :CAMERAS] = sees.numpy()

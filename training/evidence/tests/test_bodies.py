@@ -42,15 +42,43 @@ def test_the_label_is_the_class_of_a_distance_in_millimetres():
     assert blind == pytest.approx(bodies.BLIND_ACCURACY, abs=1e-3)
 
 
+def test_three_further_channels_tell_the_extents_of_a_cell():
+    low, high = bodies.EXTENTS
+    for number in range(20):
+        (plain, label), (clip, same) = (bodies.Bodies("validation", 20, 16, count)[number] for count in (1, 4))
+        assert np.array_equal(clip.frames[..., :1], plain.frames) and same == label and clip.spacing == plain.spacing
+        levels = np.unique(clip.frames[..., 1:].reshape(-1, 3), axis=0)
+        assert len(levels) == 1
+        # Half a level of 255 on a logarithmic scale.
+        told = low * (high / low) ** (levels[0] / 255)
+        assert told == pytest.approx(np.array(clip.spacing) * (1, 4, 4), rel=np.log(high / low) / 509)
+
+
+def test_resampled_volumes_show_the_same_bodies_at_their_places_in_millimetres():
+    for number in range(20):
+        (plain, label), (clip, same) = (
+            bodies.Bodies("validation", 20, 16)[number],
+            bodies.Bodies("validation", 20, 32, resampled=True)[number],
+        )
+        assert clip.spacing == (4.0, 4.0, 4.0) and clip.frames.shape == (32, 32, 32, 1) and same == label
+        # The volume of every voxel of 4 mm, looked up one by one.
+        for place in np.random.default_rng(number).integers(32, size=(200, 3)):
+            source = tuple(int(x) for x in (place + 0.5) * 4.0 / np.array(plain.spacing))
+            value = plain.frames[source][0] if max(source[0] / 4, source[1] / 16, source[2] / 16) < 1 else 0
+            assert clip.frames[tuple(place)][0] == value
+
+
 @pytest.mark.parametrize(
     "size, asked, message",
     [
         (18, {}, "Bodies of 18 px cannot be drawn; accepted: multiples of 4 px from 16 on"),
         (16, {"num_frames": 5}, "--num_frames 5: bodies have 4 slices; accepted: as many"),
-        (16, {"num_channels": 3}, "--num_channels 3: clips of bodies have one; accepted: 1"),
+        (16, {"num_frames": 32, "resampled": True}, "Resampled bodies of 16 px; accepted: 32 px"),
+        (16, {"num_channels": 3}, "--num_channels 3: accepted: 1, or 4, of which three"),
     ],
 )
 def test_requests_that_bodies_do_not_fit(size, asked, message):
-    arguments = with_task(VideoDataArguments, "bodies")(dataset_name="bodies")
+    resampled = asked.pop("resampled", False)
+    arguments = with_task(VideoDataArguments, "bodies")(dataset_name="bodies", resampled=resampled)
     with pytest.raises(InputError, match=message):
         load_clips(arguments, DataRequest((size, size), **{"num_channels": 1, "num_frames": 4, **asked}))

@@ -129,10 +129,11 @@ def test_orientations_can_be_features(tmp_path):
 def test_cameras_that_see_the_marked_point_are_labelled(largest):
     columns = views.view_columns("validation", 1000, largest)
     placed = torch.tensor(columns["poses"], dtype=torch.float64).unflatten(-1, (4, 4))  # (1000, N, 4, 4)
-    # In the frame of the first camera, which depends on no motion.
-    seen = (torch.linalg.inv(placed[:, :1]) @ placed)[..., :3, :]  # (1000, N, 3, 4)
-    told = [columns[f"relative_{name}"].reshape(1000, 8, 3, -1) for name in ("matrices", "translations")]
-    np.testing.assert_allclose(np.concatenate(told, axis=-1), seen, atol=1e-5)
+    # In the frames of the first camera and of the marked point, which depend on no motion.
+    for frame, token in (("relative", 0), ("marked", 4)):
+        seen = (torch.linalg.inv(placed[:, token : token + 1]) @ placed)[..., :3, :]  # (1000, N, 3, 4)
+        told = [columns[f"{frame}_{name}"].reshape(1000, 8, 3, -1) for name in ("matrices", "translations")]
+        np.testing.assert_allclose(np.concatenate(told, axis=-1), seen, atol=1e-5)
     # All columns are the same poses, rounded to float32.
     for part in (exponentials(columns["orientations"]), torch.tensor(columns["matrices"]).unflatten(-1, (3, 3))):
         torch.testing.assert_close(placed[..., :3, :3], part.double(), atol=1e-6, rtol=0)
