@@ -89,11 +89,10 @@ class Bodies:
 def _resample(volume: np.ndarray, spacing: np.ndarray) -> np.ndarray:
     """(slices, rows, columns, channels) of voxels of `spacing` mm, as `RESAMPLED` voxels of 4 mm on each axis."""
     centres = (np.arange(RESAMPLED) + 0.5) * EXTENTS[0]
-    for axis, extent in enumerate(spacing):
-        nearest = (centres / extent).astype(int)
-        inside = np.expand_dims(nearest < volume.shape[axis], tuple({0, 1, 2, 3} - {axis}))
-        volume = volume.take(nearest, axis, mode="clip") * inside
-    return volume
+    # Voxels outside the volume are those of a border of zeros.
+    bordered = np.pad(volume, [(0, 1), (0, 1), (0, 1), (0, 0)])
+    nearest = [np.minimum(centres // extent, count).astype(int) for extent, count in zip(spacing, volume.shape)]
+    return bordered[np.ix_(*nearest)]
 
 
 @register_task
@@ -110,7 +109,7 @@ class BodiesTask(Task):
             raise ValueError(
                 f"--num_channels {request.num_channels}: accepted: 1, or 4, of which three are the size of the voxels."
             )
-        side, (height, _) = RESAMPLED if self.resampled else GRID, request.image_size
-        if request.num_frames != side:
-            raise ValueError(f"--num_frames {request.num_frames}: bodies have {side} slices; accepted: as many.")
-        return Bodies(self.split(part), self.count(part), height, request.num_channels, self.resampled)
+        slices = RESAMPLED if self.resampled else GRID
+        if request.num_frames != slices:
+            raise ValueError(f"--num_frames {request.num_frames}: bodies have {slices} slices; accepted: as many.")
+        return Bodies(self.split(part), self.count(part), request.image_size[0], request.num_channels, self.resampled)

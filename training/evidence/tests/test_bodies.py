@@ -61,7 +61,7 @@ def test_resampled_volumes_show_the_same_bodies_at_their_places_in_millimetres()
             bodies.Bodies("validation", 20, 32, resampled=True)[number],
         )
         assert clip.spacing == (4.0, 4.0, 4.0) and clip.frames.shape == (32, 32, 32, 1) and same == label
-        # The volume of every voxel of 4 mm, looked up one by one.
+        # The voxel of the volume at the centre of one of 4 mm, looked up one by one.
         for place in np.random.default_rng(number).integers(32, size=(200, 3)):
             source = tuple(int(x) for x in (place + 0.5) * 4.0 / np.array(plain.spacing))
             value = plain.frames[source][0] if max(source[0] / 4, source[1] / 16, source[2] / 16) < 1 else 0
@@ -69,16 +69,15 @@ def test_resampled_volumes_show_the_same_bodies_at_their_places_in_millimetres()
 
 
 @pytest.mark.parametrize(
-    "size, asked, message",
+    "size, task, asked, message",
     [
-        (18, {}, "Bodies of 18 px cannot be drawn; accepted: multiples of 4 px from 16 on"),
-        (16, {"num_frames": 5}, "--num_frames 5: bodies have 4 slices; accepted: as many"),
-        (16, {"num_frames": 32, "resampled": True}, "Resampled bodies of 16 px; accepted: 32 px"),
-        (16, {"num_channels": 3}, "--num_channels 3: accepted: 1, or 4, of which three"),
+        (18, {}, {}, "Bodies of 18 px cannot be drawn; accepted: multiples of 4 px from 16 on"),
+        (16, {}, {"num_frames": 5}, "--num_frames 5: bodies have 4 slices; accepted: as many"),
+        (16, {"resampled": True}, {"num_frames": 32}, "Resampled bodies of 16 px; accepted: 32 px"),
+        (16, {}, {"num_channels": 3}, "--num_channels 3: accepted: 1, or 4, of which three"),
     ],
 )
-def test_requests_that_bodies_do_not_fit(size, asked, message):
-    resampled = asked.pop("resampled", False)
-    arguments = with_task(VideoDataArguments, "bodies")(dataset_name="bodies", resampled=resampled)
+def test_requests_that_bodies_do_not_fit(size, task, asked, message):
+    arguments = with_task(VideoDataArguments, "bodies")(dataset_name="bodies", **task)
     with pytest.raises(InputError, match=message):
         load_clips(arguments, DataRequest((size, size), **{"num_channels": 1, "num_frames": 4, **asked}))
